@@ -1,0 +1,1 @@
+"""YAML presets and their prompt files, shipped as package data."""

@@ -1,0 +1,1 @@
+"""Prompts, chat masks, target responses, packing and the datamodules over them."""

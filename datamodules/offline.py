@@ -1,0 +1,63 @@
+"""Offline training data: documents that are complete before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning as L
+
+from datamodules.packed_loader import PackedLoader, PackingSpec
+from drafters.packing import Document
+from drafters.replay import REPLAY_TOKENS, iterate_packs
+
+
+class ReplayLoader:
+    """Validation packs of whole documents; each rank takes every `world_size`-th pack."""
+
+    def __init__(self, documents: Sequence[Document], rank: int = 0, world_size: int = 1) -> None:
+        self.packs = list(iterate_packs(documents, REPLAY_TOKENS))[rank::world_size]
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self.packs)
+
+
+class OfflineDataModule(L.LightningDataModule):
+    """Packed training batches and validation documents for replay τ.
+
+    Args:
+        train_documents: documents to train on.
+        val_documents: held-out documents; empty switches validation off.
+        packing: how documents are packed and anchored.
+        seed: order and anchors derive from it.
+    """
+
+    def __init__(
+        self,
+        train_documents: Sequence[Document],
+        val_documents: Sequence[Document],
+        packing: PackingSpec,
+        *,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.train_documents = train_documents
+        self.val_documents = val_documents
+        self.packing = packing
+        self.seed = seed
+
+    def _place(self) -> tuple[int, int]:
+        trainer = self.trainer
+        return (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+
+    def train_dataloader(self) -> PackedLoader:
+        rank, world_size = self._place()
+        return PackedLoader(
+            self.train_documents, self.packing, seed=self.seed, rank=rank, world_size=world_size
+        )
+
+    def val_dataloader(self) -> ReplayLoader | list[ReplayLoader]:
+        rank, world_size = self._place()
+        return ReplayLoader(self.val_documents, rank, world_size) if self.val_documents else []

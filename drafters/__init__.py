@@ -1,0 +1,1 @@
+"""Plain PyTorch drafters: blocks, losses, length policies, verification, decoding."""

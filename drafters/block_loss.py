@@ -1,0 +1,190 @@
+"""The training loss over all blocks of a batch, with memory that does not grow with slots × vocabulary.
+
+The head is frozen, so loss and d(loss)/d(hidden) are formed together in the forward pass, a few blocks at a time: logits of
+one chunk exist, then only their gradient with respect to the hidden states remains. No recompute in the backward.
+Slots that do not count never reach the head. Several slots share a target position: the teacher's logits are
+computed once per distinct position of a chunk (blocks are sorted by anchor, so chunks hardly overlap).
+
+Shapes: N blocks, B block size, T flat tokens, H hidden, V vocabulary, R counted slots of a chunk, P distinct
+positions of a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from drafters.blocks import BlockLayout
+from drafters.objectives import LossSpec, fixed_weights, slot_losses, survival_weights
+from drafters.packing import PackedBatch
+
+CHUNK_BYTES = 32 * 2**20
+"""Default size of one fp32 [R, V] buffer; a chunk holds a handful of them."""
+
+
+@dataclass(frozen=True)
+class BlockTargets:
+    """What the blocks should predict.
+
+    `served_NB` the token that serving committed at each slot; `valid_NB` slots that count;
+    `teacher_NB` flat index whose final hidden state predicts the slot.
+    """
+
+    served_NB: torch.Tensor
+    valid_NB: torch.Tensor
+    teacher_NB: torch.Tensor
+
+    @classmethod
+    def from_layout(cls, batch: PackedBatch, layout: BlockLayout) -> BlockTargets:
+        """Targets of a packed batch."""
+        return cls(
+            served_NB=batch.input_ids_T[layout.targets_NB],
+            valid_NB=layout.valid_NB,
+            teacher_NB=(layout.targets_NB - 1).clamp_min(0),
+        )
+
+
+@dataclass(frozen=True)
+class BlockLoss:
+    """`value` scalar with a graph; the rest detached.
+
+    `match_NB` True where the drafter's argmax is the *served* token (False at slots that do not count);
+    `labels_agree` share of counted slots whose served token is the label.
+    """
+
+    value: torch.Tensor
+    match_NB: torch.Tensor
+    labels_agree: float
+
+
+def block_loss(
+    hidden_NBH: torch.Tensor,
+    head_VH: torch.Tensor,
+    targets: BlockTargets,
+    spec: LossSpec,
+    *,
+    teacher_hidden_TH: torch.Tensor | None = None,
+    chunk_rows: int | None = None,
+) -> BlockLoss:
+    """Weighted mean of the slot losses, Σ w·ℓ / Σ w.
+
+    Args:
+        hidden_NBH: drafter hidden states.
+        head_VH: frozen head shared with the target; matmuls run in its dtype, softmax and sums in fp32 (fp64 if
+            the head is fp64).
+        targets: what to predict.
+        spec: the objective.
+        teacher_hidden_TH: the target's final hidden states. Required by `opd` and `osd`. For `ce`, None
+            takes the served tokens as labels, which for greedy text are the target's greedy tokens.
+        chunk_rows: slots per chunk; default by `CHUNK_BYTES`.
+    """
+    if spec.needs_teacher and teacher_hidden_TH is None:
+        raise ValueError(f"objective {spec.objective} needs the target's hidden states")
+    block_size = hidden_NBH.shape[1]
+    rows = chunk_rows or max(block_size, CHUNK_BYTES // (4 * head_VH.shape[0]))
+    # autocast would round the logits to half precision, and cast the whole head again for every chunk
+    with torch.autocast(hidden_NBH.device.type, enabled=False):
+        value, match_NB, agree = _BlockLossFunction.apply(
+            hidden_NBH, head_VH, targets, spec, teacher_hidden_TH, max(1, rows // (block_size - 1))
+        )
+    return BlockLoss(value, match_NB, float(agree))
+
+
+class _BlockLossFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NBH: torch.Tensor,
+        head_VH: torch.Tensor,
+        targets: BlockTargets,
+        spec: LossSpec,
+        teacher_hidden_TH: torch.Tensor | None,
+        blocks_per_chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        accumulate = torch.float64 if head_VH.dtype == torch.float64 else torch.float32
+        valid_NB = targets.valid_NB
+        base_B = fixed_weights(spec, hidden_NBH.shape[1], hidden_NBH.device).to(accumulate)
+        weight_sum = float((base_B * valid_NB).sum())
+        grad_NBH = torch.zeros_like(hidden_NBH, dtype=accumulate)
+        match_NB = torch.zeros_like(valid_NB)
+        loss_sum = hidden_NBH.new_zeros((), dtype=accumulate)
+        used_weight = hidden_NBH.new_zeros((), dtype=accumulate)
+        agreeing = hidden_NBH.new_zeros((), dtype=torch.long)
+        for start in range(0, valid_NB.shape[0], blocks_per_chunk):
+            chunk = slice(start, start + blocks_per_chunk)
+            chunk_valid = valid_NB[chunk]
+            block_R, slot_R = chunk_valid.nonzero(as_tuple=True)
+            if block_R.numel() == 0:
+                continue
+            rows_RH = hidden_NBH[chunk][block_R, slot_R].to(head_VH.dtype)
+            raw_RV = rows_RH @ head_VH.T
+            served_R = targets.served_NB[chunk][block_R, slot_R]
+            labels_R, teacher_RV = served_R, None
+            if teacher_hidden_TH is not None:
+                positions_P, inverse_R = targets.teacher_NB[chunk][block_R, slot_R].unique(
+                    return_inverse=True
+                )
+                teacher_PV = teacher_hidden_TH[positions_P].to(head_VH.dtype) @ head_VH.T
+                labels_R = teacher_PV.argmax(dim=-1)[inverse_R]
+                if spec.needs_teacher:
+                    teacher_PV = teacher_PV.to(accumulate).div_(spec.temperature).log_softmax(dim=-1)
+                    teacher_RV = teacher_PV[inverse_R]
+            same_R = labels_R == served_R
+            loss_R, dlogits_RV, log_label_R = slot_losses(
+                raw_RV.to(accumulate),
+                teacher_RV,
+                labels_R,
+                _before_first_difference(same_R, block_R, slot_R, chunk_valid),
+                spec,
+                weight_sum,
+            )
+            weights_R = base_B[slot_R]
+            if spec.weighting == "survival":
+                log_a_NB = torch.zeros_like(chunk_valid, dtype=accumulate)
+                log_a_NB[block_R, slot_R] = log_label_R
+                survival_NB = survival_weights(log_a_NB, chunk_valid, spec.survival_floor)
+                weights_R = survival_NB[block_R, slot_R]
+            loss_sum += (loss_R * weights_R).sum()
+            used_weight += weights_R.sum()
+            # weights scale the [R, H] product, not the [R, V] gradient: fewer bytes, same result
+            grad_RH = (dlogits_RV.to(head_VH.dtype) @ head_VH).to(accumulate) * weights_R[:, None]
+            grad_NBH[start + block_R, slot_R] = grad_RH
+            match_NB[start + block_R, slot_R] = raw_RV.argmax(dim=-1) == served_R
+            agreeing += same_R.sum()
+        normaliser = used_weight.clamp_min(torch.finfo(accumulate).tiny)
+        ctx.save_for_backward((grad_NBH / normaliser).to(hidden_NBH.dtype))
+        agree = agreeing / valid_NB.sum().clamp_min(1)
+        ctx.mark_non_differentiable(match_NB, agree)
+        return loss_sum / normaliser, match_NB, agree
+
+    @staticmethod
+    def backward(ctx: Any, grad_value: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        (grad_NBH,) = ctx.saved_tensors
+        return grad_NBH * grad_value.to(grad_NBH.dtype), None, None, None, None, None
+
+
+def _before_first_difference(
+    same_R: torch.Tensor, block_R: torch.Tensor, slot_R: torch.Tensor, valid_NB: torch.Tensor
+) -> torch.Tensor:
+    """True for slots up to and including the first whose served token differs from the target's greedy token.
+
+    Past it the served prefix is one that a greedy draft could not have produced, so the hard label is dropped.
+    """
+    same_NB = torch.ones_like(valid_NB, dtype=torch.long)
+    same_NB[block_R, slot_R] = same_R.long()
+    reached_NB = torch.ones_like(same_NB)
+    reached_NB[:, 1:] = same_NB.cumprod(dim=1)[:, :-1]
+    return reached_NB.bool()[block_R, slot_R]
+
+
+def accepted_prefix(match_NB: torch.Tensor) -> torch.Tensor:
+    """Length of the matching prefix over slots 1..B-1 of each block, int64 [N]."""
+    return match_NB[:, 1:].long().cumprod(dim=1).sum(dim=1)
+
+
+def prefix_complete(match_NB: torch.Tensor, valid_NB: torch.Tensor) -> torch.Tensor:
+    """True where the accepted prefix is known in full: it ends in a mismatch, or the whole block is inside the text."""
+    accepted_N = accepted_prefix(match_NB)
+    return (accepted_N < valid_NB[:, 1:].sum(dim=1)) | valid_NB[:, 1:].all(dim=1)

@@ -1,0 +1,227 @@
+"""Serving checkpoints: a plain directory that SGLang loads as it is.
+
+`config.json` + `model.safetensors` (z-lab/SGLang layout: the drafter's own state dict, no embedding, no head), optionally
+`length_head.json` + `length_head.safetensors`, and `manifest.json` with the sha256 of every file, the target's identity and
+the drafter's version. Engines ignore unknown tensors and do not notice missing ones, so both are refused here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import Qwen3Config
+
+from drafters.dflash import DFlashDrafter
+from drafters.errors import UserError
+from drafters.identity import TargetIdentity
+from drafters.length_head import LengthHead
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class LoadedDrafter:
+    """A drafter directory in memory."""
+
+    drafter: DFlashDrafter
+    length_head: LengthHead | None
+    manifest: dict[str, Any]
+
+    @property
+    def drafter_version(self) -> str:
+        return str(self.manifest["drafter_version"])
+
+    @property
+    def identity(self) -> TargetIdentity:
+        return TargetIdentity.from_json(self.manifest["target"])
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def save_drafter(
+    directory: str | Path,
+    drafter: DFlashDrafter,
+    *,
+    identity: TargetIdentity,
+    drafter_version: str,
+    length_head: LengthHead | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    extra: dict[str, Any] | None = None,
+) -> Path:
+    """Write a serving checkpoint; the directory appears whole or not at all.
+
+    An existing directory is replaced only after the new one is complete on disk.
+
+    Raises:
+        UserError: when a weight is not finite, naming it.
+    """
+    directory = Path(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        _save_tensors(staging / "model.safetensors", drafter, dtype)
+        config = drafter.config.to_dict()
+        # engines older than transformers 5 read the flat fields, newer ones `rope_parameters`
+        rope = config.get("rope_parameters") or {}
+        config["rope_theta"] = rope.get("rope_theta")
+        config["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        config.pop("auto_map", None)
+        _write_json(staging / "config.json", config)
+        if length_head is not None:
+            _save_tensors(staging / "length_head.safetensors", length_head, torch.float32)
+            _write_json(
+                staging / "length_head.json",
+                {
+                    "hidden_size": length_head.proj.in_features,
+                    "width": length_head.proj.out_features,
+                    "features": length_head.features,
+                },
+            )
+        files = {p.name: file_sha256(p) for p in sorted(staging.iterdir())}
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "family": "dflash",
+            "drafter_version": drafter_version,
+            "target": identity.to_json(),
+            "block_size": drafter.block_size,
+            "files": files,
+            **(extra or {}),
+        }
+        _write_json(staging / MANIFEST, manifest)
+        os.chmod(staging, 0o755)
+        _replace_directory(staging, directory)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return directory
+
+
+def load_drafter(directory: str | Path, *, dtype: torch.dtype | None = None) -> LoadedDrafter:
+    """Read and check a serving checkpoint.
+
+    Raises:
+        UserError: a missing file, wrong checksum, missing or extra tensor, wrong shape, or non-finite weight.
+    """
+    directory = Path(directory)
+    manifest = verify_manifest(directory)
+    config = Qwen3Config.from_pretrained(directory)
+    drafter = DFlashDrafter(config)
+    _load_strict(drafter, directory / "model.safetensors")
+    head: LengthHead | None = None
+    if (directory / "length_head.safetensors").exists():
+        shape = json.loads((directory / "length_head.json").read_text())
+        head = LengthHead(shape["hidden_size"], shape["width"], shape["features"])
+        _load_strict(head, directory / "length_head.safetensors")
+        head.eval()
+    return LoadedDrafter(drafter.to(dtype or torch.bfloat16).eval(), head, manifest)
+
+
+def verify_manifest(directory: str | Path) -> dict[str, Any]:
+    """The manifest, after every listed file was found with its checksum.
+
+    Raises:
+        UserError: naming the file at fault.
+    """
+    directory = Path(directory)
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise UserError(f"{directory}: not a drafter checkpoint ({MANIFEST} is missing)")
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+        files: dict[str, str] = manifest["files"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: unreadable manifest ({error})") from None
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise UserError(
+            f"{path}: format version {manifest.get('format_version')}, this release reads {FORMAT_VERSION}"
+        )
+    for name, digest in files.items():
+        file = directory / name
+        if Path(name).name != name or not file.is_file():
+            raise UserError(f"{file}: listed in the manifest but missing")
+        if file_sha256(file) != digest:
+            raise UserError(f"{file}: checksum differs from the manifest; the file is damaged")
+    for needed in ("config.json", "model.safetensors"):
+        if needed not in files:
+            raise UserError(f"{path}: {needed} is not listed")
+    return manifest
+
+
+def drafter_digest(directory: str | Path) -> str:
+    """Sha256 over the file hashes of a checkpoint: equal digests mean equal weights and config."""
+    manifest = verify_manifest(directory)
+    canonical = json.dumps(sorted(manifest["files"].items()))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def first_nonfinite(tensors: dict[str, torch.Tensor]) -> str | None:
+    """Name of the first tensor holding a NaN or infinity."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            return name
+    return None
+
+
+def _save_tensors(path: Path, module: nn.Module, dtype: torch.dtype) -> None:
+    tensors = {
+        name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in module.state_dict().items()
+    }
+    bad = first_nonfinite(tensors)
+    if bad is not None:
+        raise UserError(f"{path.parent}: refusing to export, {bad} is not finite")
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _load_strict(module: nn.Module, path: Path) -> None:
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({error})") from None
+    expected = module.state_dict()
+    missing, extra = (
+        sorted(expected.keys() - tensors.keys()),
+        sorted(tensors.keys() - expected.keys()),
+    )
+    if missing or extra:
+        raise UserError(f"{path}: missing tensors {missing or 'none'}, unexpected tensors {extra or 'none'}")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise UserError(
+                f"{path}: {name} has shape {list(tensor.shape)}, the config asks for "
+                f"{list(expected[name].shape)}"
+            )
+    bad = first_nonfinite(tensors)
+    if bad is not None:
+        raise UserError(f"{path}: {bad} is not finite")
+    module.load_state_dict(tensors, strict=True)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def _replace_directory(staging: Path, directory: Path) -> None:
+    if not directory.exists():
+        staging.rename(directory)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{directory.name}.old.", dir=directory.parent))
+    directory.rename(old / "replaced")
+    staging.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)

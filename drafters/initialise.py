@@ -1,0 +1,76 @@
+"""Starting weights of a drafter."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from drafters.dflash import DFlashAttention, DFlashDrafter
+from drafters.errors import UserError
+from drafters.target import Target
+
+Initialisation = Literal["random", "target"]
+
+
+def initialise(
+    drafter: DFlashDrafter,
+    target: Target,
+    how: Initialisation,
+    *,
+    seed: int,
+    layer_ids: list[int] | None = None,
+) -> None:
+    """Set the weights in place, deterministically.
+
+    `random`: normal(0, 0.02), the output projections scaled down by √(2·layers) so that the residual stream starts
+    calm. `target`: the drafter's layers are copies of the target's `layer_ids` (default: spread evenly, ending with the last). A
+    Llama target has no query/key norms; there the norm weights are set to the size that the projections give for
+    inputs of unit variance, so that attention starts as sharp as the target's. `fc` starts as the mean of the features in both.
+
+    Raises:
+        UserError: when `layer_ids` does not name one target layer per drafter layer.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    depth = len(drafter.layers)
+    for name, parameter in drafter.named_parameters():
+        if parameter.dim() > 1:
+            scale = (
+                0.02 / (2 * depth) ** 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            )
+            with torch.no_grad():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    _mean_projection(drafter)
+    if how == "target":
+        num_target = target.config.num_hidden_layers
+        chosen = layer_ids or [(i + 1) * num_target // depth - 1 for i in range(depth)]
+        if len(chosen) != depth or not all(0 <= i < num_target for i in chosen):
+            raise UserError(
+                f"drafter.init_layer_ids: {chosen} must name {depth} layers within 0..{num_target - 1}"
+            )
+        for layer, source_id in zip(drafter.layers, chosen, strict=True):
+            _copy_layer(layer, target.model.model.layers[source_id])
+        drafter.norm.weight.data.copy_(target.model.model.norm.weight)
+
+
+def _mean_projection(drafter: DFlashDrafter) -> None:
+    hidden, width = drafter.fc.weight.shape
+    count = width // hidden
+    with torch.no_grad():
+        drafter.fc.weight += torch.eye(hidden).repeat(1, count) / count
+
+
+def _copy_layer(layer: nn.Module, source: nn.Module) -> None:
+    own, given = layer.state_dict(), source.state_dict()
+    for name, tensor in own.items():
+        if name in given:
+            tensor.copy_(given[name])
+    attention = layer.self_attn
+    assert isinstance(attention, DFlashAttention)
+    if "self_attn.q_norm.weight" not in given:
+        gain = source.input_layernorm.weight.float()
+        for norm, proj in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
+            weight = given[f"self_attn.{proj}.weight"].float() * gain
+            size = (weight.square().sum() / weight.shape[0]).sqrt()
+            getattr(attention, norm).weight.data.fill_(float(size))

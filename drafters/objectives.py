@@ -1,0 +1,174 @@
+"""What a drafter is trained on, slot by slot: losses and their gradients in closed form.
+
+q is the drafter's distribution at a slot, p the target's on the served prefix. All objectives are functions of the slot's
+logits z with q = softmax(z); for a sum Σ_y f(q_y) the gradient is ∂/∂z_y = q_y (f'(q_y) - Σ_u q_u f'(q_u)), so no autograd
+graph over the vocabulary is needed.
+
+AdaFlash's loss is α·ℓ_hard + (1-α)·ℓ_rkl with ℓ_rkl = KL(q‖p) clipped. `clip` says how:
+
+- `entry`: the paper, Σ_y min{q log(q/p), δ}. Terms with q<p are negative and never clipped, so this is no divergence: it can be
+  negative, and alone it *lowers* the logit of a token whose excess terms are clipped away. Safe only beside the hard term.
+- `position`: min{KL, δ} per slot; no gradient wherever KL > δ.
+- `position_normalised`: Z·min{KL/Z, δ} with Z = Σ weights of the batch; nearly inert, kept for comparison.
+- `bounded`: b = q log(q/p) - q + p ≥ 0, zero only at q = p; clipped at δ only where q > p.
+- `none`: plain KL(q‖p).
+
+Shapes: R slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from drafters.errors import UserError
+
+Objective = Literal["ce", "opd", "osd"]
+ClipMode = Literal["entry", "position", "position_normalised", "bounded", "none"]
+Weighting = Literal["exponential", "uniform", "survival"]
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """Which loss, and how slots are weighted.
+
+    Attributes:
+        objective: `ce` hard cross-entropy; `opd` AdaFlash's mixture; `osd` forward KL(p‖q) on the same stream.
+        alpha: share of the hard term in `opd`.
+        delta: clipping threshold δ, nats.
+        clip: see the module docstring.
+        temperature: T of the reverse KL; the term is scaled by T² so that gradients keep their size.
+        weighting: `exponential` w_j = exp(-(j-1)/decay) (D3D eq. 5); `uniform` (AdaFlash's mean); `survival`
+            w_j = Σ_{k≥j} Π_{i≤k} a_i with a_i the drafter's detached probability of the label, smoothed to
+            (1-ε)a+ε: with CE and ε=0 exactly the gradient of minus the expected accepted length under sampled drafts.
+        decay: γ_w in slots; None means block_size / 2.
+        survival_floor: ε of `survival`.
+    """
+
+    objective: Objective = "ce"
+    alpha: float = 0.8
+    delta: float = 0.01
+    clip: ClipMode = "bounded"
+    temperature: float = 1.0
+    weighting: Weighting = "exponential"
+    decay: float | None = None
+    survival_floor: float = 0.3
+
+    def __post_init__(self) -> None:
+        if self.clip == "position_normalised" and self.weighting == "survival":
+            raise UserError("loss.clip: position_normalised needs weights known beforehand, not survival")
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the target's logits enter the loss itself."""
+        return self.objective != "ce"
+
+
+def fixed_weights(spec: LossSpec, block_size: int, device: torch.device | None = None) -> torch.Tensor:
+    """w_j for j = 0..B-1, fp32; slot 0 has weight 0. Ones for `survival`, whose weights depend on the drafter."""
+    slots = torch.arange(block_size, device=device, dtype=torch.float32)
+    weights = torch.ones_like(slots)
+    if spec.weighting == "exponential":
+        weights = torch.exp(-(slots - 1) / (spec.decay or block_size / 2))
+    weights[0] = 0.0
+    return weights
+
+
+def survival_weights(log_a_NB: torch.Tensor, valid_NB: torch.Tensor, floor: float) -> torch.Tensor:
+    """w_j = Σ_{k≥j} Π_{i≤k} ã_i over the valid slots of each block, ã = (1-floor)·a + floor.
+
+    Args:
+        log_a_NB: drafter log-probability of the label at each slot; ignored where invalid.
+        valid_NB: bool; valid slots are 1..m for some m.
+    """
+    smoothed = (1 - floor) * log_a_NB.exp() + floor
+    survive = torch.where(valid_NB, smoothed, torch.ones_like(smoothed)).cumprod(dim=1) * valid_NB
+    return survive.flip(1).cumsum(dim=1).flip(1) * valid_NB
+
+
+def reverse_kl_slope(
+    q_RV: torch.Tensor, log_ratio_RV: torch.Tensor, p_RV: torch.Tensor, clip: ClipMode, limit: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clipped KL(q‖p) per slot [R], and f'(q_y) up to a constant per slot [R, V].
+
+    A constant added to f' vanishes in the softmax's Jacobian, so it is left out where nothing is clipped.
+    `log_ratio_RV` = log q - log p is overwritten. `limit` is δ, or δ·Z for `position_normalised`.
+    """
+    term_RV = q_RV * log_ratio_RV
+    if clip == "entry":
+        clipped_RV = term_RV >= limit
+        loss_R = term_RV.clamp_max_(limit).sum(dim=-1)
+        return loss_R, log_ratio_RV.add_(1).masked_fill_(clipped_RV, 0.0)
+    if clip == "bounded":
+        gap_RV = term_RV.sub_(q_RV).add_(p_RV).clamp_min_(0)
+        clipped_RV = (gap_RV > limit) & (log_ratio_RV > 0)
+        loss_R = gap_RV.masked_fill_(clipped_RV, limit).sum(dim=-1)
+        return loss_R, log_ratio_RV.masked_fill_(clipped_RV, 0.0)
+    loss_R = term_RV.sum(dim=-1)
+    if clip == "none":
+        return loss_R, log_ratio_RV
+    return loss_R.clamp_max(limit), log_ratio_RV.mul_((loss_R < limit)[:, None])
+
+
+def slot_losses(
+    logits_RV: torch.Tensor,
+    teacher_logp_RV: torch.Tensor | None,
+    labels_R: torch.Tensor,
+    hard_R: torch.Tensor,
+    spec: LossSpec,
+    weight_sum: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss of each slot, its gradient with respect to the logits, and log q(label).
+
+    Buffers of size [R, V] are reused where possible: this is the hot loop of training.
+
+    Args:
+        logits_RV: drafter logits, fp32 or fp64.
+        teacher_logp_RV: the target's log-probabilities on the served prefix at the spec's temperature; may be
+            overwritten; None only for `ce`.
+        labels_R: the target's greedy token.
+        hard_R: bool, False drops the hard label of a slot (sampled text, past the first token that differs from the
+            target's argmax).
+        spec: the objective.
+        weight_sum: Z for `position_normalised`.
+
+    Returns:
+        loss [R], gradient [R, V], log q(label) [R] (for `survival` weights).
+    """
+    logq_RV = logits_RV.log_softmax(dim=-1)
+    rows = torch.arange(labels_R.numel(), device=labels_R.device)
+    log_label_R = logq_RV[rows, labels_R]
+    hard = hard_R.to(logq_RV.dtype)
+    if spec.objective == "osd":
+        assert teacher_logp_RV is not None
+        p_RV = teacher_logp_RV.exp()
+        # 0·log 0 = 0: a token of zero target probability contributes nothing
+        gap_RV = (teacher_logp_RV - logq_RV).nan_to_num_(nan=0.0, posinf=1e4, neginf=0.0)
+        return torch.linalg.vecdot(p_RV, gap_RV), logq_RV.exp_().sub_(p_RV), log_label_R
+    share = 1.0 if spec.objective == "ce" else spec.alpha
+    loss_R = -share * log_label_R * hard
+    if spec.objective == "ce" or spec.alpha == 1:
+        grad_RV = logq_RV.exp_()
+        grad_RV.mul_((share * hard)[:, None])
+    else:
+        assert teacher_logp_RV is not None
+        T = spec.temperature
+        q_RV = logq_RV.exp()
+        q_T_RV, logq_T_RV = q_RV, logq_RV
+        if T != 1:
+            logq_T_RV = (logq_RV / T).log_softmax(dim=-1)
+            q_T_RV = logq_T_RV.exp()
+        log_ratio_RV = logq_T_RV.sub_(teacher_logp_RV)
+        # p = 0 gives +inf, q = p = 0 gives nan: keep q·log(q/p) finite
+        log_ratio_RV.nan_to_num_(nan=0.0, posinf=1e4, neginf=-1e4)
+        limit = spec.delta * (weight_sum if spec.clip == "position_normalised" else 1.0)
+        kl_R, slope_RV = reverse_kl_slope(q_T_RV, log_ratio_RV, teacher_logp_RV.exp_(), spec.clip, limit)
+        soft = 1 - spec.alpha
+        loss_R = loss_R + soft * T * T * kl_R
+        inner_R = torch.linalg.vecdot(q_T_RV, slope_RV)
+        grad_RV = slope_RV.sub_(inner_R[:, None]).mul_(q_T_RV).mul_(soft * T)
+        grad_RV.addcmul_(q_RV, (share * hard)[:, None].expand_as(q_RV))
+    grad_RV[rows, labels_R] -= share * hard
+    return loss_R, grad_RV, log_label_R

@@ -1,0 +1,98 @@
+"""Training a DFlash drafter on blocks: from scratch, and the base of on-policy distillation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+
+from drafters.block_loss import BlockLoss, BlockTargets, accepted_prefix, block_loss
+from drafters.dflash import DFlashDrafter
+from drafters.fill import FilledBlocks, fill_blocks
+from drafters.objectives import LossSpec
+from drafters.packing import Document, PackedBatch
+from drafters.replay import replay
+from drafters.target import Target
+from lightning_modules.metrics import AcceptanceLength
+from lightning_modules.optim import OptimSpec, configure_adamw
+
+
+class BlockTrainingModule(L.LightningModule):
+    """One step: target features → drafter fills blocks at the anchors → weighted block loss.
+
+    The target is held outside the module tree: it is frozen, shared, and not part of checkpoints.
+
+    Args:
+        drafter: trained in place, fp32 master weights.
+        target: gives features, embeddings, head and (for distillation) its distributions.
+        loss: the objective.
+        optim: optimizer and schedule.
+        teacher_labels: take hard labels from the target's argmax instead of the served tokens. Needed
+            when responses were sampled; for greedy responses the two are the same up to float ties.
+    """
+
+    def __init__(
+        self,
+        drafter: DFlashDrafter,
+        target: Target,
+        loss: LossSpec,
+        optim: OptimSpec,
+        *,
+        teacher_labels: bool = False,
+    ) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.target = target
+        self.loss_spec = loss
+        self.optim_spec = optim
+        self.teacher_labels = teacher_labels or loss.needs_teacher
+        self.acceptance = AcceptanceLength(drafter.block_size)
+
+    def on_fit_start(self) -> None:
+        self.target.model.to(self.device)
+
+    def block_step(self, batch: PackedBatch) -> tuple[BlockLoss, BlockTargets, FilledBlocks]:
+        """Loss, targets and drafted blocks of one batch."""
+        output = self.target.forward_packed(batch.input_ids_T, batch.position_ids_T)
+        filled = fill_blocks(self.drafter, self.target, batch, output.features_TC)
+        targets = BlockTargets.from_layout(batch, filled.layout)
+        loss = block_loss(
+            filled.hidden_NBH,
+            self.target.head_VH,
+            targets,
+            self.loss_spec,
+            teacher_hidden_TH=output.hidden_TH if self.teacher_labels else None,
+        )
+        return loss, targets, filled
+
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
+        loss, targets, _ = self.block_step(batch)
+        self.log_step(loss, targets)
+        return loss.value
+
+    def log_step(self, loss: BlockLoss, targets: BlockTargets) -> None:
+        """Training metrics: loss, slot accuracy, and mean accepted prefix + 1 over the trained blocks."""
+        counted = targets.valid_NB.sum().clamp_min(1)
+        self.log_dict(
+            {
+                "train/loss": loss.value.detach(),
+                "train/accuracy": loss.match_NB.sum() / counted,
+                "train/block_acceptance": accepted_prefix(loss.match_NB).float().mean() + 1,
+            },
+            prog_bar=True,
+        )
+
+    def validation_step(self, documents: list[Document], batch_idx: int) -> None:
+        self.acceptance.update(replay(self.drafter, self.target, documents))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/acceptance_length", self.acceptance.compute(), prog_bar=True)
+        self.log("val/acceptance_rate", self.acceptance.acceptance_rate())
+        self.acceptance.reset()
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return batch.to(device) if isinstance(batch, PackedBatch) else batch
+
+    def configure_optimizers(self) -> Any:
+        return configure_adamw(self.drafter, None, self.optim_spec)

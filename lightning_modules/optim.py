@@ -1,0 +1,53 @@
+"""Optimizer and schedule shared by all objectives."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+
+@dataclass(frozen=True)
+class OptimSpec:
+    """AdamW with linear warm-up, then constant or cosine to zero.
+
+    `total_steps` is needed by `cosine` only. The length head has its own rate and group.
+    """
+
+    lr: float = 3e-4
+    head_lr: float = 2e-4
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.95)
+    warmup_steps: int = 20
+    schedule: Literal["constant", "cosine"] = "constant"
+    total_steps: int | None = None
+
+    def factor(self, step: int) -> float:
+        """Multiplier of the learning rate at an optimizer step (a function of the step alone)."""
+        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
+        if self.schedule == "constant" or not self.total_steps:
+            return warm
+        rest = max(0, step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        return warm * 0.5 * (1 + math.cos(math.pi * min(1.0, rest)))
+
+
+def configure_adamw(
+    drafter: nn.Module | None, length_head: nn.Module | None, spec: OptimSpec
+) -> dict[str, Any]:
+    """Lightning's optimizer dictionary; vectors (norms, biases) are not decayed."""
+    groups: list[dict[str, Any]] = []
+    for module, lr in ((drafter, spec.lr), (length_head, spec.head_lr)):
+        if module is None:
+            continue
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        matrices = [p for p in parameters if p.dim() > 1]
+        vectors = [p for p in parameters if p.dim() <= 1]
+        groups.append({"params": matrices, "lr": lr, "weight_decay": spec.weight_decay})
+        groups.append({"params": vectors, "lr": lr, "weight_decay": 0.0})
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=spec.betas)
+    scheduler = LambdaLR(optimizer, spec.factor)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -1,0 +1,1 @@
+"""Command line, configuration and one module per stage of the loop."""

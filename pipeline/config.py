@@ -1,0 +1,385 @@
+"""The one configuration schema: YAML presets, `--set a.b=v` overrides, errors that name the dotted path.
+
+Every field says what it does; `draftsmith config schema` prints them. Unknown keys are refused. The schema holds plain
+values only; the objects that the rooms below work with are built from it in `pipeline.build`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from drafters.errors import UserError
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetConfig(Section):
+    """The model to speed up."""
+
+    model: str = Field(
+        description="HF directory or hub name; `package:NAME` takes the GGUF file inside an installed package; "
+        "`tiny:llama` and `tiny:qwen3` make a small random model on the spot (tests)."
+    )
+    revision: str = Field("main", description="Hub revision; recorded in every checkpoint.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto: bfloat16 where this machine multiplies it faster than float32."
+    )
+    mask_token_id: int | None = Field(
+        None, description="Mask token; null applies the rule in docs/concepts.md."
+    )
+
+
+class DrafterConfig(Section):
+    """Architecture and starting weights."""
+
+    family: Literal["dflash"] = "dflash"
+    num_layers: int = Field(4, ge=1, description="Drafter layers.")
+    block_size: int = Field(
+        8, ge=2, le=64, description="Slots per block, anchor included: B drafts B-1 tokens."
+    )
+    num_context_layers: int = Field(5, ge=1, description="Target layers whose states feed the drafter.")
+    target_layer_ids: list[int] | None = Field(
+        None,
+        description="Explicit ids (0 = first decoder layer's output); null spreads `num_context_layers`.",
+    )
+    init: Literal["random", "target"] = Field("random", description="Random, or copies of target layers.")
+    init_layer_ids: list[int] | None = Field(None, description="Target layers to copy for `init: target`.")
+
+
+class SourceConfig(Section):
+    """One source of prompts: a JSONL file or a `datasets` name."""
+
+    path: Path | None = Field(None, description="JSONL with `messages`, `turns` or ShareGPT `conversations`.")
+    dataset: str | None = Field(None, description="Name for datasets.load_dataset.")
+    dataset_config: str | None = None
+    split: str = "train"
+    domain: str | None = Field(None, description="Domain tag for rows that carry none.")
+    weight: float = Field(1.0, gt=0, description="Share in the mixture.")
+    limit: int | None = Field(None, ge=1, description="Most rows to take.")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> SourceConfig:
+        if (self.path is None) == (self.dataset is None):
+            raise ValueError("give exactly one of `path` and `dataset`")
+        return self
+
+
+class DataConfig(Section):
+    """Prompts and how documents become batches."""
+
+    train: list[SourceConfig] = Field(min_length=1, description="Weighted mixture of prompt sources.")
+    heldout: list[SourceConfig] = Field(
+        default_factory=list,
+        description="Held-out prompts; empty splits `val_fraction` off the mixture by hash.",
+    )
+    val_fraction: float = Field(0.05, ge=0, lt=1)
+    val_domains: list[str] | None = Field(
+        None,
+        description="Domains validated while training offline; null takes those of the training mixture.",
+    )
+    limit: int | None = Field(None, ge=1, description="Most training prompts in all.")
+    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are skipped and counted.")
+    max_length: int = Field(2048, ge=8, description="Documents are cut to this many tokens.")
+    row_tokens: int = Field(2048, ge=1, description="Documents are packed end to end up to this length.")
+
+
+class RegenerateConfig(Section):
+    """Responses of the target to the prompts."""
+
+    max_new_tokens: int = Field(256, ge=2)
+    batch_size: int = Field(16, ge=1)
+    temperature: float = Field(0.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    truncated: Literal["keep", "drop"] = Field("keep", description="Responses cut by max_new_tokens.")
+
+
+class LossConfig(Section):
+    """Objective; see docs/concepts.md for the formulas and the traps of each clip mode."""
+
+    objective: Literal["ce", "opd", "osd"] = "ce"
+    alpha: float = Field(0.8, ge=0, le=1, description="Share of the hard label in opd.")
+    delta: float = Field(0.01, gt=0, description="Clipping threshold, nats.")
+    clip: Literal["entry", "position", "position_normalised", "bounded", "none"] = "bounded"
+    temperature: float = Field(1.0, gt=0)
+    weighting: Literal["exponential", "uniform", "survival"] = "exponential"
+    decay: float | None = Field(None, gt=0, description="Decay in slots; null means block_size / 2.")
+    survival_floor: float = Field(0.3, ge=0, lt=1)
+
+
+class OptimConfig(Section):
+    """AdamW."""
+
+    lr: float = Field(3e-4, gt=0)
+    head_lr: float = Field(2e-4, gt=0, description="Length head's own rate.")
+    weight_decay: float = Field(0.01, ge=0)
+    warmup_steps: int = Field(20, ge=0)
+    schedule: Literal["constant", "cosine"] = "cosine"
+    clip_norm: float = Field(1.0, gt=0)
+
+
+class FitConfig(Section):
+    """One training stage."""
+
+    steps: int = Field(1000, ge=1, description="Optimizer steps.")
+    max_minutes: float | None = Field(None, gt=0, description="Stop after this long, whatever the step.")
+    accumulate: int = Field(1, ge=1, description="Batches per optimizer step.")
+    anchors_per_document: int = Field(64, ge=1)
+    anchor_source: Literal["random", "rounds"] = "random"
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
+    validate_every: int = Field(200, ge=1, description="Steps between replays of the validation documents.")
+    checkpoint_every: int = Field(200, ge=1, description="Steps between resumable checkpoints.")
+    precision: Literal["auto", "32-true", "bf16-mixed"] = "auto"
+
+
+class LengthHeadConfig(FitConfig):
+    """The length head's fit."""
+
+    width: int = Field(128, ge=1)
+    features: Literal["hidden", "embedding"] = "hidden"
+
+
+class PolicyConfig(Section):
+    """Length policy of serving."""
+
+    name: Literal["fixed", "adaflash"] = "adaflash"
+    length: int | None = Field(None, ge=1, description="verify_len of `fixed`; null verifies whole blocks.")
+    gamma: float = Field(1.0, gt=0)
+    gamma_by_load: dict[int, float] = Field(default_factory=dict, description="Running requests → γ.")
+    off_below_load: int = Field(
+        0, ge=0, description="Below this many running requests the head is not asked."
+    )
+
+
+class EvaluateConfig(Section):
+    """Held-out evaluation and the lossless check."""
+
+    max_new_tokens: int = Field(64, ge=2)
+    lossless_prompts: int = Field(20, ge=0, description="Prompts decoded in fp32 against AR, per policy.")
+    speed_prompts: int = Field(
+        6, ge=0, description="Prompts timed for tokens/s of AR and speculative decoding."
+    )
+    fixed_lengths: list[int] = Field(default_factory=list, description="Further fixed verify_len to check.")
+
+
+class TrackingConfig(Section):
+    """MLflow."""
+
+    uri: str | None = Field(
+        None, description="Tracking URI; null keeps a SQLite file in the output directory."
+    )
+    experiment: str = "draftsmith"
+    model_name: str | None = Field(
+        None, description="Registered model; null derives it from target and family."
+    )
+
+
+class ReplayBufferConfig(Section):
+    """Earlier records mixed into online rounds, against forgetting."""
+
+    capacity: int = Field(1024, ge=0, description="Most records kept.")
+    share: float = Field(0.25, ge=0, lt=1, description="Share of a round's documents drawn from the buffer.")
+    max_age_rounds: int = Field(20, ge=1, description="Records older than this many rounds leave.")
+    seed_offline: bool = Field(True, description="Start the buffer with offline documents.")
+
+
+class OnlineConfig(Section):
+    """Continual updates from verification records (AdaFlash B.1 defaults)."""
+
+    trigger: int = Field(128, ge=1, description="Fresh training records that start a round.")
+    passes: int = Field(2, ge=1, description="Times each document is visited in a round.")
+    batch_documents: Literal[1] = 1
+    accumulate: int = Field(2, ge=1)
+    max_length: int = Field(2048, ge=8)
+    max_rounds: int | None = Field(None, ge=1, description="Stop after this many rounds; null goes on.")
+    idle_timeout_s: float | None = Field(None, gt=0, description="Stop when no record came for this long.")
+    poll_s: float = Field(1.0, gt=0)
+    holdout_fraction: float = Field(0.15, gt=0, lt=1, description="Conversations kept for the gate, by hash.")
+    holdout_capacity: int = Field(256, ge=1, description="Most recent held-out records judged by the gate.")
+    max_staleness: int | None = Field(
+        None,
+        ge=1,
+        description="Skip records whose newest round is this many drafter versions behind; null keeps all.",
+    )
+    anchors_per_document: int = Field(64, ge=1)
+    anchor_source: Literal["random", "rounds"] = "rounds"
+    loss: LossConfig = LossConfig(objective="opd")
+    optim: OptimConfig = OptimConfig(schedule="constant", warmup_steps=10)
+    replay_buffer: ReplayBufferConfig = ReplayBufferConfig()
+    checkpoint_every: int = Field(50, ge=1)
+    precision: Literal["auto", "32-true", "bf16-mixed"] = "auto"
+
+
+class GateConfig(Section):
+    """When a challenger becomes champion."""
+
+    confidence: float = Field(0.95, gt=0.5, lt=1)
+    min_documents: int = Field(16, ge=2)
+    max_domain_drop: float = Field(0.05, ge=0, lt=1, description="Relative τ drop allowed in any domain.")
+    bootstrap_samples: int = Field(2000, ge=100)
+
+
+class CanaryConfig(Section):
+    """Watching a new champion on live traffic."""
+
+    min_records: int = Field(12, ge=1, description="Records of the new version to judge by.")
+    max_drop: float = Field(0.1, ge=0, lt=1, description="Relative drop of replay τ that rolls back.")
+    timeout_s: float = Field(600.0, gt=0, description="Without enough traffic the gate's verdict stands.")
+
+
+class ServeConfig(Section):
+    """The embedded engine."""
+
+    max_new_tokens: int = Field(64, ge=1)
+    max_running: int = Field(2, ge=1, description="Requests interleaved at a time.")
+    temperature: float = Field(0.0, ge=0)
+    spool_max_bytes: int = Field(8 * 2**20, ge=1024)
+    spool_max_age_s: float = Field(5.0, gt=0)
+
+
+class TrafficConfig(Section):
+    """Prompts that the whole-loop run sends to the embedded engine."""
+
+    sources: list[SourceConfig] = Field(default_factory=list)
+    limit: int | None = Field(None, ge=1)
+    domain: str | None = Field(None, description="Domain whose held-out τ is reported before and after.")
+
+
+class Config(Section):
+    """Everything a run needs."""
+
+    name: str = Field("run", description="Run name in MLflow.")
+    output: Path = Field(Path("outputs/run"), description="Directory of all results.")
+    seed: int = 0
+    threads: int | None = Field(None, ge=1, description="CPU threads; null leaves torch's default.")
+    target: TargetConfig
+    drafter: DrafterConfig = DrafterConfig()
+    data: DataConfig
+    regenerate: RegenerateConfig = RegenerateConfig()
+    train: FitConfig = FitConfig()
+    distill: FitConfig = FitConfig(steps=200, loss=LossConfig(objective="opd"), anchor_source="rounds")
+    length_head: LengthHeadConfig = LengthHeadConfig(steps=200, anchor_source="rounds")
+    policy: PolicyConfig = PolicyConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    online: OnlineConfig = OnlineConfig()
+    gate: GateConfig = GateConfig()
+    canary: CanaryConfig = CanaryConfig()
+    serve: ServeConfig = ServeConfig()
+    traffic: TrafficConfig = TrafficConfig()
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Config:
+        if self.policy.length is not None and self.policy.length > self.drafter.block_size:
+            raise ValueError(
+                f"policy.length {self.policy.length} exceeds drafter.block_size {self.drafter.block_size}"
+            )
+        return self
+
+    def dump(self) -> dict[str, Any]:
+        """Plain JSON-able values."""
+        return self.model_dump(mode="json")
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file and apply `a.b=v` overrides.
+
+    A preset name without a path (`quickstart`) means the one shipped in `configs/`. Relative paths inside the file are
+    tried from the working directory first, then beside the file.
+
+    Raises:
+        UserError: naming the file or dotted key.
+    """
+    path = find_preset(path)
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: expected a mapping of sections at the top level")
+    for override in overrides or []:
+        apply_override(data, override)
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        raise UserError(f"{path}: {describe_errors(error)}") from None
+    return _resolve_paths(config, path.parent)
+
+
+def find_preset(path: Path) -> Path:
+    """The file itself, or the shipped preset of that name."""
+    if path.exists():
+        return path
+    shipped = Path(__file__).resolve().parent.parent / "configs"
+    for candidate in (shipped / path.name, shipped / f"{path.name}.yaml"):
+        if candidate.is_file():
+            return candidate
+    known = ", ".join(sorted(p.stem for p in shipped.glob("*.yaml")))
+    raise UserError(f"{path}: no such config file; shipped presets: {known}")
+
+
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Set one dotted key in raw data; the value is parsed as YAML. List items are addressed by index."""
+    key, separator, raw = override.partition("=")
+    if not separator or not key:
+        raise UserError(f"--set {override}: expected KEY=VALUE with a dotted key, such as train.steps=100")
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError:
+        raise UserError(f"--set {override}: the value is not valid YAML") from None
+    node: Any = data
+    parts = key.split(".")
+    for i, part in enumerate(parts):
+        last = i == len(parts) - 1
+        where = ".".join(parts[: i + 1])
+        if isinstance(node, list):
+            if not part.isdigit() or int(part) >= len(node):
+                raise UserError(f"--set {override}: {where} is not an item of a list of {len(node)}")
+            if last:
+                node[int(part)] = value
+            node = node[int(part)]
+        elif isinstance(node, dict):
+            if last:
+                node[part] = value
+            elif node.get(part) is None:
+                node[part] = {}
+            node = node[part]
+        else:
+            raise UserError(f"--set {override}: {'.'.join(parts[:i])} holds a value, not a section")
+
+
+def describe_errors(error: ValidationError) -> str:
+    """One line: every dotted path and what is wrong there."""
+    parts = []
+    for item in error.errors(include_url=False):
+        where = ".".join(str(p) for p in item["loc"]) or "config"
+        parts.append(f"{where}: {item['msg']}")
+    return "; ".join(parts)
+
+
+def _resolve_paths(config: Config, base: Path) -> Config:
+    def resolve(source: SourceConfig) -> SourceConfig:
+        if source.path is None or source.path.is_absolute() or source.path.exists():
+            return source
+        beside = base / source.path
+        return source.model_copy(update={"path": beside}) if beside.exists() else source
+
+    data = config.data.model_copy(
+        update={
+            "train": [resolve(s) for s in config.data.train],
+            "heldout": [resolve(s) for s in config.data.heldout],
+        }
+    )
+    traffic = config.traffic.model_copy(update={"sources": [resolve(s) for s in config.traffic.sources]})
+    return config.model_copy(update={"data": data, "traffic": traffic})

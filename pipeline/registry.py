@@ -1,0 +1,327 @@
+"""Registered drafters: one MLflow registered model per (target, family), versions moved by aliases.
+
+A version is a serving directory, logged file by file as run artifacts, so it downloads as a
+directory that an engine loads as it is. Aliases: `challenger` (under judgement), `champion`
+(serving), `previous-champion` (what a rollback restores). Version tags:
+
+- `target_id`, `tokenizer_hash`, `block_size`, `family`, `drafter_version`: from the manifest;
+- `drafter_digest`: hash of weights and config; `directory_sha256`: hash of all files, manifest
+included;
+- `parent_version`, `data_window`: given by the caller; metrics likewise, `tau_<domain>` among them;
+- `gate_outcome` (`accepted` or `refused`), `gate_reason`, `rolled_back_reason`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drafters.errors import UserError
+from pipeline.result import hash_path
+from pipeline.tracking import flatten_metrics, legal_key, open_client
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
+
+CHALLENGER = "challenger"
+CHAMPION = "champion"
+PREVIOUS_CHAMPION = "previous-champion"
+
+
+@dataclass(frozen=True)
+class RegisteredVersion:
+    """One version of a registered drafter, as it was when read."""
+
+    version: int
+    aliases: tuple[str, ...]
+    tags: dict[str, str]
+    run_id: str | None
+    created_ms: int
+
+
+class Registry:
+    """Versions and aliases of one registered model; the store must have been initialised by `Tracking`."""
+
+    def __init__(self, tracking_uri: str, model_name: str) -> None:
+        if not re.fullmatch(r"[\w\-]+", model_name, flags=re.ASCII):
+            raise UserError(
+                f"registry: {model_name!r} is no legal model name; use letters, digits, `_` and `-`"
+            )
+        self.tracking_uri = tracking_uri
+        self.model_name = model_name
+        self._client = open_client(tracking_uri)
+
+    def register(
+        self,
+        directory: Path,
+        *,
+        run_id: str,
+        tags: Mapping[str, str] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Log a serving directory under a run and make it a version; returns its number.
+
+        Weights and config that are a version already are not registered again: that version is
+        returned with its tags as they were, so repeating the call after a crash is safe.
+
+        Raises:
+            UserError: the directory fails its manifest, or belongs to another target or family than
+                this model.
+        """
+        from drafters.checkpoint import drafter_digest, verify_manifest
+
+        identity = _manifest_tags(verify_manifest(directory), directory)
+        digest = drafter_digest(directory)
+        self._require_model(identity, directory)
+        for known in self.list_versions():
+            if known.tags.get("drafter_digest") == digest:
+                return known.version
+        folder = f"drafters/{digest[:16]}"
+        self._client.log_artifacts(run_id, str(directory), folder)
+        source = f"{self._client.get_run(run_id).info.artifact_uri}/{folder}"
+        finite, _ = flatten_metrics(metrics or {})
+        created = self._client.create_model_version(
+            self.model_name,
+            source=source,
+            run_id=run_id,
+            tags={
+                **identity,
+                **{key: f"{value:.6g}" for key, value in finite.items()},
+                **{legal_key(key): str(value) for key, value in (tags or {}).items()},
+                "drafter_digest": digest,
+                "directory_sha256": hash_path(directory),
+            },
+        )
+        return int(created.version)
+
+    def download(self, version_or_alias: int | str, destination: Path) -> Path:
+        """Put a version's directory, bit-equal to the one registered, at `destination`.
+
+        It appears there whole or not at all. A destination that already holds this version is left
+        as it is.
+
+        Raises:
+            UserError: no such version or alias; the files differ from those registered; or the
+                destination is in use.
+        """
+        from mlflow.artifacts import download_artifacts
+
+        found = self._resolve(version_or_alias)
+        label = f"{self.model_name} version {found.version}"
+        expected = found.tags.get("directory_sha256")
+        if expected is None:
+            raise UserError(f"registry: {label} has no hash to check it by; register it again")
+        if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+            if hash_path(destination) == expected:
+                return destination
+            raise UserError(f"{destination}: exists and is not {label}; remove it first")
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        source = self._client.get_model_version_download_uri(self.model_name, str(found.version))
+        with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".download.") as staging:
+            fetched = Path(download_artifacts(source, dst_path=staging, tracking_uri=self.tracking_uri))
+            _verify(fetched, expected, label)
+            os.replace(fetched, destination)
+        return destination
+
+    def get(self, version: int) -> RegisteredVersion:
+        """One version with its tags and aliases.
+
+        Raises:
+            UserError: there is no such version.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return _entity(self._client.get_model_version(self.model_name, str(version)), self._aliases())
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            raise UserError(f"registry: {self.model_name} has no version {version}") from error
+
+    def list_versions(self) -> list[RegisteredVersion]:
+        """All versions, oldest first."""
+        aliases = self._aliases()
+        versions: list[RegisteredVersion] = []
+        token: str | None = None
+        while True:
+            page = self._client.search_model_versions(f"name='{self.model_name}'", page_token=token)
+            versions += [_entity(version, aliases) for version in page]
+            token = page.token
+            if not token:
+                return sorted(versions, key=lambda found: found.version)
+
+    def champion(self) -> RegisteredVersion | None:
+        """The serving version, None before the first promotion."""
+        return self._aliased(CHAMPION)
+
+    def challenger(self) -> RegisteredVersion | None:
+        """The version under judgement, if any."""
+        return self._aliased(CHALLENGER)
+
+    def previous_champion(self) -> RegisteredVersion | None:
+        """The version that a rollback restores, if any."""
+        return self._aliased(PREVIOUS_CHAMPION)
+
+    def set_challenger(self, version: int) -> None:
+        """Point `challenger` at a version, away from any other."""
+        self._point(CHALLENGER, self.get(version).version)
+
+    def promote(self, version: int, *, reason: str = "promoted without a gate") -> None:
+        """Make a version champion and the old champion previous-champion. Safe to repeat.
+
+        `previous-champion` moves first and each move replaces its alias in one transaction, so a
+        crash at any point leaves the old champion or the new one, never none.
+        """
+        found = self.get(version)
+        old = self._aliases().get(CHAMPION)
+        self._tag(version, {"gate_outcome": "accepted", "gate_reason": reason})
+        if "rolled_back_reason" in found.tags:
+            self._client.delete_model_version_tag(self.model_name, str(version), "rolled_back_reason")
+        if old is not None and old != version:
+            self._point(PREVIOUS_CHAMPION, old)
+        self._point(CHAMPION, version)
+        self._clear(CHALLENGER, version)
+
+    def refuse(self, version: int, reason: str) -> None:
+        """Record that the gate turned a version down; it stays registered but is no longer challenger.
+
+        Raises:
+            UserError: the version is champion; that takes a rollback.
+        """
+        if CHAMPION in self.get(version).aliases:
+            raise UserError(
+                f"registry: version {version} of {self.model_name} is champion; roll back instead"
+            )
+        self._tag(version, {"gate_outcome": "refused", "gate_reason": reason})
+        self._clear(CHALLENGER, version)
+
+    def rollback(self, reason: str, *, version: int | None = None) -> int:
+        """Make previous-champion champion again and tag the one it replaces; returns the restored version.
+
+        With `version`, the champion to take out of service, the call is safe to repeat: once
+        another version is champion, nothing more happens. A rollback uses `previous-champion` up,
+        so a second one cannot bring the bad version back.
+
+        Raises:
+            UserError: there is no champion or no earlier one.
+        """
+        aliases = self._aliases()
+        bad, good = aliases.get(CHAMPION), aliases.get(PREVIOUS_CHAMPION)
+        if bad is not None and version is not None and bad != version:
+            self._clear(PREVIOUS_CHAMPION, bad)
+            return bad
+        if bad is None or good is None or good == bad:
+            raise UserError(
+                f"registry: {self.model_name} has no previous champion to roll back to; promote a known good version"
+            )
+        self._tag(bad, {"rolled_back_reason": reason})
+        self._point(CHAMPION, good)
+        self._clear(PREVIOUS_CHAMPION, good)
+        return good
+
+    def _require_model(self, identity: Mapping[str, str], directory: Path) -> None:
+        """Create the registered model on first use; afterwards hold it to its target and family."""
+        from mlflow.exceptions import MlflowException
+
+        owner = {key: identity[key] for key in ("target_id", "family")}
+        try:
+            self._client.create_registered_model(self.model_name, tags=owner)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        held = self._client.get_registered_model(self.model_name).tags
+        for key, value in owner.items():
+            if held.get(key, value) != value:
+                raise UserError(
+                    f"{directory}: has {key} {value}, but {self.model_name} holds drafters of {held[key]}"
+                )
+
+    def _resolve(self, version_or_alias: int | str) -> RegisteredVersion:
+        if isinstance(version_or_alias, int):
+            return self.get(version_or_alias)
+        found = self._aliased(version_or_alias)
+        if found is None:
+            raise UserError(f"registry: {self.model_name} has no alias {version_or_alias!r}")
+        return found
+
+    def _aliased(self, alias: str) -> RegisteredVersion | None:
+        version = self._aliases().get(alias)
+        return None if version is None else self.get(version)
+
+    def _aliases(self) -> dict[str, int]:
+        """Alias → version; empty before the first registration."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            aliases = self._client.get_registered_model(self.model_name).aliases
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return {}
+        return {alias: int(version) for alias, version in aliases.items()}
+
+    def _point(self, alias: str, version: int) -> None:
+        self._client.set_registered_model_alias(self.model_name, alias, str(version))
+
+    def _clear(self, alias: str, version: int) -> None:
+        """Delete an alias if it points at this version."""
+        if self._aliases().get(alias) == version:
+            self._client.delete_registered_model_alias(self.model_name, alias)
+
+    def _tag(self, version: int, tags: Mapping[str, str]) -> None:
+        for key, value in tags.items():
+            self._client.set_model_version_tag(self.model_name, str(version), key, value)
+
+
+def model_name_for(target_id: str, family: str) -> str:
+    """Registered model name of a (target, family): readable, legal in MLflow, distinct by a hash."""
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", target_id.partition("@")[0]).strip("-")[:60]
+    digest = hashlib.sha256(target_id.encode()).hexdigest()[:10]
+    return f"{re.sub(r'[^A-Za-z0-9]+', '-', family)}-{readable}-{digest}"
+
+
+def _manifest_tags(manifest: Mapping[str, Any], directory: Path) -> dict[str, str]:
+    from drafters.identity import TargetIdentity
+
+    try:
+        identity = TargetIdentity.from_json(manifest["target"])
+        fields = {key: str(manifest[key]) for key in ("family", "drafter_version", "block_size")}
+    except KeyError as missing:
+        raise UserError(f"{directory}: the manifest lacks {missing}; export the drafter again") from missing
+    return {"target_id": identity.target_id, "tokenizer_hash": identity.tokenizer_hash, **fields}
+
+
+def _verify(directory: Path, expected: str, label: str) -> None:
+    """Raise unless a download is what was registered.
+
+    The manifest names the damaged file; the registered hash also covers the manifest itself and
+    files added beside it.
+    """
+    from drafters.checkpoint import verify_manifest
+
+    try:
+        verify_manifest(directory)
+    except UserError as error:
+        raise UserError(f"registry: {label} is damaged in the artifact store: {error}") from error
+    if hash_path(directory) != expected:
+        raise UserError(
+            f"registry: {label} is not what was registered: files were added or its manifest was changed"
+        )
+
+
+def _entity(version: ModelVersion, aliases: Mapping[str, int]) -> RegisteredVersion:
+    """MLflow's searches leave a version's aliases out, so they come from the model."""
+    number = int(version.version)
+    return RegisteredVersion(
+        version=number,
+        aliases=tuple(sorted(alias for alias, target in aliases.items() if target == number)),
+        tags=dict(version.tags),
+        run_id=version.run_id,
+        created_ms=int(version.creation_timestamp),
+    )

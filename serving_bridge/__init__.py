@@ -1,0 +1,1 @@
+"""Verification records, log transports, serving engines and hot swap."""
