@@ -88,6 +88,8 @@ def regenerate(
     """
     sampling = Sampling(float(temperature), float(top_p), int(top_k), int(seed))
     _check_arguments(sampling, max_new_tokens, batch_size)
+    if sampling.temperature == 0:
+        sampling = Sampling()  # nothing else matters to greedy answers, nor should it split stores
     if tokenizer_hash(tokenizer) != target.tokenizer_hash:
         raise UserError(f"the tokenizer is not the one of target {target.target_id}")
     conversations = _unique(conversations)

@@ -127,7 +127,7 @@ class _BlockLossFunction(torch.autograd.Function):
                     return_inverse=True
                 )
                 teacher_PV = teacher_hidden_TH[positions_P].to(head_VH.dtype) @ head_VH.T
-                labels_R = teacher_PV.argmax(dim=-1)[inverse_R]
+                labels_R = teacher_PV.max(dim=-1).indices[inverse_R]
                 if spec.needs_teacher:
                     teacher_PV = teacher_PV.to(accumulate).div_(spec.temperature).log_softmax(dim=-1)
                     teacher_RV = teacher_PV[inverse_R]
@@ -151,7 +151,7 @@ class _BlockLossFunction(torch.autograd.Function):
             # weights scale the [R, H] product, not the [R, V] gradient: fewer bytes, same result
             grad_RH = (dlogits_RV.to(head_VH.dtype) @ head_VH).to(accumulate) * weights_R[:, None]
             grad_NBH[start + block_R, slot_R] = grad_RH
-            match_NB[start + block_R, slot_R] = raw_RV.argmax(dim=-1) == served_R
+            match_NB[start + block_R, slot_R] = raw_RV.max(dim=-1).indices == served_R
             agreeing += same_R.sum()
         normaliser = used_weight.clamp_min(torch.finfo(accumulate).tiny)
         ctx.save_for_backward((grad_NBH / normaliser).to(hidden_NBH.dtype))

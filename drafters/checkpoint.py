@@ -29,6 +29,7 @@ from drafters.length_head import LengthHead
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
+HEAD_FILES = ("length_head.json", "length_head.safetensors")
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,12 @@ def load_drafter(directory: str | Path, *, dtype: torch.dtype | None = None) -> 
     drafter = DFlashDrafter(config)
     _load_strict(drafter, directory / "model.safetensors")
     head: LengthHead | None = None
-    if (directory / "length_head.safetensors").exists():
+    if any(name in manifest["files"] or (directory / name).exists() for name in HEAD_FILES):
+        unlisted = [name for name in HEAD_FILES if name not in manifest["files"]]
+        if unlisted:
+            raise UserError(
+                f"{directory}: {', '.join(unlisted)} not listed in the manifest, but part of a length head"
+            )
         shape = json.loads((directory / "length_head.json").read_text())
         head = LengthHead(shape["hidden_size"], shape["width"], shape["features"])
         _load_strict(head, directory / "length_head.safetensors")
@@ -145,22 +151,25 @@ def verify_manifest(directory: str | Path) -> dict[str, Any]:
         raise UserError(f"{directory}: not a drafter checkpoint ({MANIFEST} is missing)")
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
-        files: dict[str, str] = manifest["files"]
-    except (ValueError, KeyError, TypeError) as error:
+        files = dict(manifest["files"].items())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: unreadable manifest ({error})") from None
     if manifest.get("format_version") != FORMAT_VERSION:
         raise UserError(
             f"{path}: format version {manifest.get('format_version')}, this release reads {FORMAT_VERSION}"
         )
+    for needed in ("config.json", "model.safetensors"):
+        if needed not in files:
+            raise UserError(f"{path}: {needed} is not listed")
+    for key in ("drafter_version", "target"):
+        if key not in manifest:
+            raise UserError(f"{path}: {key} is missing")
     for name, digest in files.items():
         file = directory / name
         if Path(name).name != name or not file.is_file():
             raise UserError(f"{file}: listed in the manifest but missing")
         if file_sha256(file) != digest:
             raise UserError(f"{file}: checksum differs from the manifest; the file is damaged")
-    for needed in ("config.json", "model.safetensors"):
-        if needed not in files:
-            raise UserError(f"{path}: {needed} is not listed")
     return manifest
 
 
@@ -223,5 +232,10 @@ def _replace_directory(staging: Path, directory: Path) -> None:
         return
     old = Path(tempfile.mkdtemp(prefix=f".{directory.name}.old.", dir=directory.parent))
     directory.rename(old / "replaced")
-    staging.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)
+    try:
+        staging.rename(directory)
+    except OSError:
+        (old / "replaced").rename(directory)
+        raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)

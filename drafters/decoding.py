@@ -132,7 +132,7 @@ class DecodingSession:
         hidden_BH, embeddings_BH = self._draft_block(drafter, start)
         draft_logits = self.target.logits(hidden_BH[1:].to(self.target.dtype))
         if self.sampling.greedy or serving.draft_sampling == "argmax":
-            drafts, q_LV = draft_logits.argmax(dim=-1), None
+            drafts, q_LV = draft_logits.max(dim=-1).indices, None
         else:
             q_LV = warp(draft_logits, self.sampling)
             drafts = torch.multinomial(q_LV.cpu(), 1, generator=self._generator)[:, 0]

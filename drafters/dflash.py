@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
     Qwen3RMSNorm,
@@ -39,7 +39,7 @@ def _rotate(x_RKD: torch.Tensor, cos_RD: torch.Tensor, sin_RD: torch.Tensor) -> 
 class DFlashAttention(nn.Module):
     """Attention of block slots over [context | own block]."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.num_heads = config.num_attention_heads
@@ -101,7 +101,7 @@ class DFlashAttention(nn.Module):
 class DFlashLayer(nn.Module):
     """Pre-norm attention and MLP with residuals; only block slots pass through it."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.self_attn = DFlashAttention(config)
         self.mlp = Qwen3MLP(config)
@@ -148,7 +148,7 @@ class ContextCache:
 class DFlashDrafter(nn.Module):
     """A DFlash drafter; embedding and head are the target's and not part of it."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
         self.spec = DFlashSpec.from_config(config)
@@ -167,6 +167,14 @@ class DFlashDrafter(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.fc.weight.dtype
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        frequencies = self.rotary_emb.inv_freq
+        if frequencies.dtype != torch.float32:
+            # a cast rounds the frequencies, which turns far positions by radians: make them anew
+            self.rotary_emb = Qwen3RotaryEmbedding(self.config).to(frequencies.device)
+        return self
+
     def _rope(self, x: torch.Tensor, positions_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self.rotary_emb(x[None], positions_R[None])
         return cos[0], sin[0]
@@ -175,7 +183,7 @@ class DFlashDrafter(nn.Module):
         """Context keys and values of every layer from the target's raw features [T, C]."""
         context_TH = self.hidden_norm(self.fc(features_TC.to(self.dtype)))
         cos, sin = self._rope(context_TH, positions_T)
-        return [layer.self_attn.key_value(context_TH, cos, sin) for layer in self.layers]
+        return [cast(DFlashLayer, layer).self_attn.key_value(context_TH, cos, sin) for layer in self.layers]
 
     def forward(
         self,

@@ -61,7 +61,7 @@ def drafter_config(
     block_size: int,
     mask_token_id: int,
     target_layer_ids: list[int],
-) -> Qwen3Config:
+) -> Any:
     """The config of a drafter for a Llama- or Qwen3-shaped target: the target's widths, `num_layers` layers.
 
     Raises:
@@ -71,7 +71,7 @@ def drafter_config(
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UserError("target.model: partial rotary embeddings cannot be expressed in the drafter layout")
     heads = target_config.num_attention_heads
-    config = Qwen3Config(
+    config: Any = Qwen3Config(
         vocab_size=target_config.vocab_size,
         hidden_size=target_config.hidden_size,
         intermediate_size=target_config.intermediate_size,
@@ -89,10 +89,10 @@ def drafter_config(
         eos_token_id=target_config.eos_token_id,
         layer_types=["full_attention"] * num_layers,
         architectures=[ARCHITECTURE],
-        block_size=block_size,
-        num_target_layers=target_config.num_hidden_layers,
-        dflash_config={"mask_token_id": mask_token_id, "target_layer_ids": target_layer_ids},
     )
+    config.block_size = block_size
+    config.num_target_layers = target_config.num_hidden_layers
+    config.dflash_config = {"mask_token_id": mask_token_id, "target_layer_ids": target_layer_ids}
     DFlashSpec.from_config(config)
     return config
 
@@ -116,7 +116,13 @@ def choose_mask_token(tokenizer: Any, target_config: Any, configured: int | None
     if tokenizer.mask_token_id is not None:
         return int(tokenizer.mask_token_id)
     template = str(tokenizer.chat_template or "")
-    in_use = set(tokenizer.all_special_ids)
+    # not `all_special_ids`: that lists every additional special token, used or not
+    in_use = {
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        tokenizer.unk_token_id,
+    }
     special = [
         (token_id, str(token))
         for token_id, token in sorted(tokenizer.added_tokens_decoder.items())

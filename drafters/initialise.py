@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from drafters.dflash import DFlashAttention, DFlashDrafter
 from drafters.errors import UserError
@@ -27,7 +26,8 @@ def initialise(
     `random`: normal(0, 0.02), the output projections scaled down by √(2·layers) so that the residual stream starts
     calm. `target`: the drafter's layers are copies of the target's `layer_ids` (default: spread evenly, ending with the last). A
     Llama target has no query/key norms; there the norm weights are set to the size that the projections give for
-    inputs of unit variance, so that attention starts as sharp as the target's. `fc` starts as the mean of the features in both.
+    inputs of unit variance, so that attention starts as sharp as the target's. In both, `fc` starts near the mean of
+    the features and the final norm as the target's.
 
     Raises:
         UserError: when `layer_ids` does not name one target layer per drafter layer.
@@ -41,7 +41,11 @@ def initialise(
             )
             with torch.no_grad():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+        else:
+            parameter.data.fill_(0.0 if name.endswith(".bias") else 1.0)
     _mean_projection(drafter)
+    # the head expects hidden states of the size that the target's own final norm gives
+    drafter.norm.weight.data.copy_(target.model.model.norm.weight)
     if how == "target":
         num_target = target.config.num_hidden_layers
         chosen = layer_ids or [(i + 1) * num_target // depth - 1 for i in range(depth)]
@@ -51,7 +55,6 @@ def initialise(
             )
         for layer, source_id in zip(drafter.layers, chosen, strict=True):
             _copy_layer(layer, target.model.model.layers[source_id])
-        drafter.norm.weight.data.copy_(target.model.model.norm.weight)
 
 
 def _mean_projection(drafter: DFlashDrafter) -> None:
@@ -61,7 +64,7 @@ def _mean_projection(drafter: DFlashDrafter) -> None:
         drafter.fc.weight += torch.eye(hidden).repeat(1, count) / count
 
 
-def _copy_layer(layer: nn.Module, source: nn.Module) -> None:
+def _copy_layer(layer: Any, source: Any) -> None:
     own, given = layer.state_dict(), source.state_dict()
     for name, tensor in own.items():
         if name in given:

@@ -29,7 +29,8 @@ class Load:
 class LengthPolicy(Protocol):
     """Chooses verify_len for each drafted block."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def verify_len(self, hidden_NBH: torch.Tensor, embeddings_NBH: torch.Tensor, load: Load) -> torch.Tensor:
         """int64 [N] in 1..B, the anchor counted."""

@@ -82,7 +82,7 @@ def iterate_packs(documents: Sequence[Document], max_tokens: int) -> Iterator[li
 
 def chunked_argmax(hidden_RH: torch.Tensor, head_VH: torch.Tensor, rows: int = 512) -> torch.Tensor:
     """Head argmax [R] without ever holding [R, V]."""
-    parts = [(part.to(head_VH.dtype) @ head_VH.T).argmax(dim=-1) for part in hidden_RH.split(rows)]
+    parts = [(part.to(head_VH.dtype) @ head_VH.T).max(dim=-1).indices for part in hidden_RH.split(rows)]
     return torch.cat(parts) if parts else hidden_RH.new_zeros(0, dtype=torch.long)
 
 

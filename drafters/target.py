@@ -10,6 +10,7 @@ Shapes: T flat tokens, S tokens of one call, H hidden size, V vocabulary, C = nu
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,24 +56,27 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.identity = identity
         self.layer_ids = check_layer_ids(list(layer_ids), config.num_hidden_layers)
-        self._captured: dict[int, torch.Tensor] | None = None
+        # per thread: training and serving may share one target
+        self._local = threading.local()
         for layer_id in self.layer_ids:
             model.model.layers[layer_id].register_forward_hook(self._hook(layer_id))
 
     def _hook(self, layer_id: int) -> Any:
         def capture(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if self._captured is not None:
-                self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
+            captured = getattr(self._local, "captured", None)
+            if captured is not None:
+                captured[layer_id] = output[0] if isinstance(output, tuple) else output
 
         return capture
 
     @contextmanager
     def _capture(self) -> Iterator[dict[int, torch.Tensor]]:
-        self._captured = {}
+        captured: dict[int, torch.Tensor] = {}
+        self._local.captured = captured
         try:
-            yield self._captured
+            yield captured
         finally:
-            self._captured = None
+            self._local.captured = None
 
     @property
     def config(self) -> Any:

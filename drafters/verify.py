@@ -74,7 +74,7 @@ def verify_greedy(drafts: torch.Tensor, logits_LV: torch.Tensor) -> Verification
         drafts: int64 [L-1], drafted tokens of slots 1..L-1.
         logits_LV: target logits after the anchor and after each draft.
     """
-    choice_L = logits_LV.argmax(dim=-1)
+    choice_L = logits_LV.max(dim=-1).indices
     accepted = int((drafts == choice_L[:-1]).long().cumprod(dim=0).sum())
     return Verification(accepted, int(choice_L[accepted]))
 

@@ -20,6 +20,26 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_own_defaults(cls, data: Any) -> Any:
+        """A section given in part keeps the rest of this place's default, not of its class's.
+
+        `distill: {steps: 5}` must not turn distillation into cross-entropy.
+        """
+        if not isinstance(data, dict):
+            return data
+        places = {k: f.default for k, f in cls.model_fields.items() if isinstance(f.default, Section)}
+        return {k: _merged(places[k].model_dump(), v) if k in places else v for k, v in data.items()}
+
+
+def _merged(default: dict[str, Any], given: Any) -> Any:
+    """`given` over `default`, section by section."""
+    if not isinstance(given, dict):
+        return given
+    nested = {k: _merged(default[k], v) if isinstance(default.get(k), dict) else v for k, v in given.items()}
+    return default | nested
+
 
 class TargetConfig(Section):
     """The model to speed up."""
@@ -197,7 +217,6 @@ class OnlineConfig(Section):
 
     trigger: int = Field(128, ge=1, description="Fresh training records that start a round.")
     passes: int = Field(2, ge=1, description="Times each document is visited in a round.")
-    batch_documents: Literal[1] = 1
     accumulate: int = Field(2, ge=1)
     max_length: int = Field(2048, ge=8)
     max_rounds: int | None = Field(None, ge=1, description="Stop after this many rounds; null goes on.")
@@ -205,10 +224,8 @@ class OnlineConfig(Section):
     poll_s: float = Field(1.0, gt=0)
     holdout_fraction: float = Field(0.15, gt=0, lt=1, description="Conversations kept for the gate, by hash.")
     holdout_capacity: int = Field(256, ge=1, description="Most recent held-out records judged by the gate.")
-    max_staleness: int | None = Field(
-        None,
-        ge=1,
-        description="Skip records whose newest round is this many drafter versions behind; null keeps all.",
+    max_record_age_s: float | None = Field(
+        None, gt=0, description="Skip records this much older than the newest one; null keeps all."
     )
     anchors_per_document: int = Field(64, ge=1)
     anchor_source: Literal["random", "rounds"] = "rounds"
@@ -319,7 +336,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
 
 def find_preset(path: Path) -> Path:
     """The file itself, or the shipped preset of that name."""
-    if path.exists():
+    if path.is_file():
         return path
     shipped = Path(__file__).resolve().parent.parent / "configs"
     for candidate in (shipped / path.name, shipped / f"{path.name}.yaml"):

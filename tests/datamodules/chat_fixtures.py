@@ -83,7 +83,8 @@ def byte_level_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE over all bytes, the merges above (applied across words and lines) and the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*alphabet, *(a + b for a, b in MERGES)])}
+    merged = [left + right for left, right in MERGES]
+    vocabulary = {token: i for i, token in enumerate(alphabet + merged)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(MERGES)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -123,4 +124,4 @@ def masked_runs(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[b
         if chosen:
             runs[-1].append(token)
         previous = chosen
-    return [tokenizer.decode(run) for run in runs]
+    return [str(tokenizer.decode(run)) for run in runs]

@@ -47,6 +47,7 @@ def model() -> LlamaForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=256,
         initializer_range=0.5,
+        attention_dropout=0.5,
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -159,6 +160,11 @@ def test_sampling_depends_on_the_seed_and_leaves_the_random_state_alone(
     answers = [[row.response_ids for row in ResponseStore(tmp_path / name).rows()] for name in "abc"]
     assert answers[0] == answers[1]
     assert answers[0] != answers[2]
+
+
+def test_greedy_settings_differ_in_nothing(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    run(model, tmp_path, seed=1)
+    assert run(model, tmp_path, seed=2, top_k=5).already_done == len(CONVERSATIONS)
 
 
 def test_top_k_one_is_greedy(model: LlamaForCausalLM, tmp_path: Path) -> None:

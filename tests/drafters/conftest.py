@@ -19,11 +19,11 @@ from drafters.block_loss import BlockTargets, block_loss
 from drafters.blocks import build_blocks
 from drafters.dflash import DFlashDrafter
 from drafters.dflash_config import drafter_config
+from drafters.fill import fill_blocks
 from drafters.identity import TargetIdentity
 from drafters.initialise import initialise
 from drafters.objectives import LossSpec
 from drafters.packing import Document, pack_documents
-from drafters.fill import fill_blocks
 from drafters.replay import replay
 from drafters.target import Target
 
@@ -103,7 +103,9 @@ def _prompt(seed: int, length: int = PROMPT_LENGTH, vocab: int = VOCAB) -> list[
     return torch.randint(0, vocab - 1, (length,), generator=generator).tolist()
 
 
-def _generate(target: Target, prompt: list[int], max_new_tokens: int, eos_ids: Sequence[int] = ()) -> list[int]:
+def _generate(
+    target: Target, prompt: list[int], max_new_tokens: int, eos_ids: Sequence[int] = ()
+) -> list[int]:
     """Greedy output of HF itself, the reference for losslessness."""
     ids = torch.tensor([prompt])
     output = target.model.generate(
@@ -138,9 +140,7 @@ def _trained(kind: str) -> Trained:
     target = _target(kind)
     prompts = [_prompt(seed) for seed in range(6)]
     texts = [_generate(target, prompt, 40) for prompt in prompts]
-    documents = [
-        _document(p, t, f"doc{i}") for i, (p, t) in enumerate(zip(prompts, texts, strict=True))
-    ]
+    documents = [_document(p, t, f"doc{i}") for i, (p, t) in enumerate(zip(prompts, texts, strict=True))]
     drafter = _drafter(target, spread=0.1, seed=3)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
     batch = pack_documents(documents[:5], anchors_per_document=0, anchor_source="all")

@@ -17,7 +17,9 @@ from drafters.block_loss import (
     block_loss,
     prefix_complete,
 )
+from drafters.fill import fill_blocks
 from drafters.objectives import ClipMode, LossSpec, Weighting
+from drafters.packing import pack_documents
 
 BLOCKS, BLOCK, HIDDEN, VOCAB, TOKENS = 6, 4, 5, 9, 24
 VALID_LENGTHS = [3, 0, 2, 3, 1, 3]
@@ -157,9 +159,7 @@ def test_gradient_equals_finite_differences(case: Case, clip: ClipMode) -> None:
 
 def test_position_normalised_is_a_clipped_share_of_the_weight_sum(case: Case) -> None:
     delta = 0.01
-    spec = LossSpec(
-        objective="opd", alpha=0.0, clip="position_normalised", delta=delta, weighting="uniform"
-    )
+    spec = LossSpec(objective="opd", alpha=0.0, clip="position_normalised", delta=delta, weighting="uniform")
     value, _ = run(case, spec, teacher_hidden_TH=case.teacher_hidden_TH)
     logq = (case.hidden_NBH @ case.head_VH.T).log_softmax(dim=-1)
     logp = (case.teacher_hidden_TH @ case.head_VH.T).log_softmax(dim=-1)[case.targets.teacher_NB]
@@ -201,9 +201,7 @@ def test_invalid_slots_and_slot_zero_are_never_read(case: Case) -> None:
     poisoned[~case.targets.valid_NB] = float("nan")
     spec = LossSpec(objective="opd", weighting="survival")
     expected = run(case, spec, teacher_hidden_TH=case.teacher_hidden_TH)
-    got = run(
-        dataclasses.replace(case, hidden_NBH=poisoned), spec, teacher_hidden_TH=case.teacher_hidden_TH
-    )
+    got = run(dataclasses.replace(case, hidden_NBH=poisoned), spec, teacher_hidden_TH=case.teacher_hidden_TH)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
@@ -230,6 +228,20 @@ def test_half_precision_hidden_states_get_gradients_of_their_own_type(case: Case
     assert hidden.grad.dtype == torch.bfloat16
     exact = run(case, LossSpec())
     torch.testing.assert_close(hidden.grad.double(), exact[1], rtol=0.1, atol=0.02)
+
+
+def test_on_greedy_text_the_teachers_labels_are_the_served_tokens(trained: Any) -> None:
+    """Ties the layout to the real target: one position off, and the labels would no longer agree."""
+    batch = pack_documents(trained.documents[:3], anchors_per_document=0, anchor_source="all")
+    output = trained.target.forward_packed(batch.input_ids_T, batch.position_ids_T)
+    filled = fill_blocks(trained.drafter, trained.target, batch, output.features_TC)
+    targets = BlockTargets.from_layout(batch, filled.layout)
+    head = trained.target.head_VH
+    served = block_loss(filled.hidden_NBH, head, targets, LossSpec())
+    taught = block_loss(filled.hidden_NBH, head, targets, LossSpec(), teacher_hidden_TH=output.hidden_TH)
+    assert taught.labels_agree == 1
+    torch.testing.assert_close(taught.value, served.value)
+    assert 0.1 < taught.match_NB.sum() / targets.valid_NB.sum() < 0.95
 
 
 class LargestOutput(TorchDispatchMode):

@@ -101,7 +101,9 @@ def test_groups_equal_the_definition(masks: list[list[bool]], block_size: int) -
         assert group.mask is not None
         context = range(batch.num_tokens)[group.context]
         blocks = range(batch.num_blocks)[group.blocks]
-        keys = [("token", t) for t in context] + [("slot", n * block_size + j) for n in blocks for j in range(block_size)]
+        keys = [("token", t) for t in context] + [
+            ("slot", n * block_size + j) for n in blocks for j in range(block_size)
+        ]
         queries = [n * block_size + j for n in blocks for j in range(block_size)]
         assert group.mask.shape == (len(queries), len(keys))
         for query, row in zip(queries, group.mask.tolist(), strict=True):

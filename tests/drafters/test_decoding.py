@@ -44,7 +44,7 @@ POLICIES: dict[str, LengthPolicy] = {
     **{f"fixed-{n}": FixedPolicy(n) for n in range(1, BLOCK + 1)},
     "full": FixedPolicy(),
     "adaflash-hidden": AdaFlashPolicy(random_head(0, "hidden")),
-    "adaflash-embedding": AdaFlashPolicy(random_head(1, "embedding"), gamma=1.3),
+    "adaflash-embedding": AdaFlashPolicy(random_head(0, "embedding"), gamma=1.3),
 }
 
 
@@ -183,6 +183,10 @@ def test_sampling_follows_the_seed(trained: Any) -> None:
 
 def test_bad_requests_are_refused(trained: Any, make_target: Callable[..., Target]) -> None:
     target = make_target()
-    for prompt, new, message in (([], 5, "empty"), ([1], 0, "max_new_tokens"), ([1] * 250, 7, "context of 256")):
+    for prompt, new, message in (
+        ([], 5, "empty"),
+        ([1], 0, "max_new_tokens"),
+        ([1] * 250, 7, "context of 256"),
+    ):
         with pytest.raises(UserError, match=message):
             DecodingSession(target, prompt, sampling=SamplingParams(), max_new_tokens=new)

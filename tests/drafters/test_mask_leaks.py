@@ -137,24 +137,6 @@ def test_a_pack_equals_one_document_at_a_time(setup: Setup) -> None:
         first += len(document.token_ids)
 
 
-def test_features_are_the_outputs_of_the_chosen_layers(setup: Setup) -> None:
-    """Layer id k is HF's hidden_states[k+1], and the last layer is taken before the final norm."""
-    model, config = setup.target.model, setup.target.config
-    ids = torch.tensor(setup.documents[0].token_ids)
-    last = config.num_hidden_layers - 1
-    target = Target(model, setup.target.identity, [0, 2, last])
-    features = target.forward_packed(ids, torch.arange(len(ids))).features_TC
-    with torch.no_grad():
-        states = model(ids[None], output_hidden_states=True).hidden_states
-    width = config.hidden_size
-    torch.testing.assert_close(features[:, :width], states[1][0])
-    torch.testing.assert_close(features[:, width : 2 * width], states[3][0])
-    with torch.no_grad():
-        normed = model.model.norm(features[:, 2 * width :])
-    torch.testing.assert_close(normed, states[last + 1][0])
-    assert not torch.allclose(features[:, 2 * width :], states[last + 1][0])
-
-
 def test_a_pack_without_anchors_drafts_nothing(setup: Setup) -> None:
     """A response of a single token has nothing to predict."""
     empty = replace(setup.batch, anchors_N=torch.zeros(0, dtype=torch.long))

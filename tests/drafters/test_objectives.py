@@ -185,15 +185,14 @@ def test_position_clipping_has_no_gradient_above_the_threshold() -> None:
 def test_zero_probabilities_stay_finite(objective: str, clip: ClipMode, dtype: torch.dtype) -> None:
     infinity = float("inf")
     teacher = torch.tensor(
-        [[2.0, 1.0, -infinity, 0.0], [0.0, -infinity, -infinity, -infinity], [0.0, 1.0, 2.0, 3.0]], dtype=dtype
+        [[2.0, 1.0, -infinity, 0.0], [0.0, -infinity, -infinity, -infinity], [0.0, 1.0, 2.0, 3.0]],
+        dtype=dtype,
     )
     logits = torch.tensor(
         [[2.0, -infinity, 0.0, 1.0], [200.0, 0.0, 0.0, 0.0], [0.0, -infinity, -200.0, 300.0]], dtype=dtype
     )
     spec = LossSpec(objective=objective, clip=clip)  # type: ignore[arg-type]
-    loss, gradient = losses(
-        logits, teacher, torch.tensor([0, 0, 3]), torch.ones(3, dtype=torch.bool), spec
-    )
+    loss, gradient = losses(logits, teacher, torch.tensor([0, 0, 3]), torch.ones(3, dtype=torch.bool), spec)
     assert torch.isfinite(loss.sum() * 100), "a sum over slots must stay finite too"
     assert torch.isfinite(gradient).all()
 

@@ -15,7 +15,9 @@ from drafters.packing import AnchorSource, Document, choose_anchors, pack_docume
 
 def document(mask: str, name: str = "d", round_starts: list[int] | None = None) -> Document:
     """One token per character; `#` marks the target's own tokens."""
-    return Document(list(range(100, 100 + len(mask))), [c == "#" for c in mask], name, round_starts=round_starts)
+    return Document(
+        list(range(100, 100 + len(mask))), [c == "#" for c in mask], name, round_starts=round_starts
+    )
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -71,12 +73,20 @@ def test_random_anchors_reach_every_candidate_and_follow_the_generator() -> None
 
 
 def test_packing_is_per_document() -> None:
-    short, silent, long = document(".###", "short"), document("...", "silent"), document("." + "#" * 30, "long")
+    short, silent, long = (
+        document(".###", "short"),
+        document("...", "silent"),
+        document("." + "#" * 30, "long"),
+    )
     batch = pack_documents([short, silent, long], anchors_per_document=4, generator=generator())
     assert batch.input_ids_T.tolist() == [*short.token_ids, *silent.token_ids, *long.token_ids]
     assert batch.document_ids_T.tolist() == [0] * 4 + [1] * 3 + [2] * 31
     assert batch.position_ids_T.tolist() == [*range(4), *range(3), *range(31)]
-    assert batch.response_mask_T.tolist() == [*short.response_mask, *silent.response_mask, *long.response_mask]
+    assert batch.response_mask_T.tolist() == [
+        *short.response_mask,
+        *silent.response_mask,
+        *long.response_mask,
+    ]
     assert batch.document_lengths() == [4, 3, 31]
     assert batch.document_names == ["short", "silent", "long"]
     anchors = batch.anchors_N.tolist()

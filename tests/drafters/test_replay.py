@@ -25,7 +25,9 @@ from drafters.replay import (
 from drafters.verify import SamplingParams
 
 
-def decode(trained: Any, prompt: list[int], max_new_tokens: int, eos_ids: Sequence[int] = ()) -> DecodingSession:
+def decode(
+    trained: Any, prompt: list[int], max_new_tokens: int, eos_ids: Sequence[int] = ()
+) -> DecodingSession:
     session = DecodingSession(
         trained.target, prompt, sampling=SamplingParams(), max_new_tokens=max_new_tokens, eos_ids=eos_ids
     )
@@ -35,7 +37,9 @@ def decode(trained: Any, prompt: list[int], max_new_tokens: int, eos_ids: Sequen
 
 def as_document(session: DecodingSession, name: str) -> Document:
     length = len(session.tokens)
-    return Document(session.tokens, [i >= session.prompt_length for i in range(length)], name, domain=f"of-{name}")
+    return Document(
+        session.tokens, [i >= session.prompt_length for i in range(length)], name, domain=f"of-{name}"
+    )
 
 
 def assert_same_rounds(result: ReplayResult, session: DecodingSession) -> None:
@@ -64,7 +68,9 @@ def test_replay_equals_greedy_decoding(
     sessions.append(decode(trained, trained.prompts[0], 1))  # a single token: no round at all
     sessions.append(decode(trained, trained.prompts[1], 2))
     assert {s.finish_reason for s in sessions} == {"stop", "length"}
-    results = replay(trained.drafter, trained.target, [as_document(s, f"d{i}") for i, s in enumerate(sessions)])
+    results = replay(
+        trained.drafter, trained.target, [as_document(s, f"d{i}") for i, s in enumerate(sessions)]
+    )
     assert [(r.document_id, r.domain) for r in results] == [(f"d{i}", f"of-d{i}") for i in range(7)]
     for result, session in zip(results, sessions, strict=True):
         assert_same_rounds(result, session)

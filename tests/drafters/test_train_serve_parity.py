@@ -46,7 +46,9 @@ def test_training_logits_equal_those_of_the_decoding_loop(
 
     documents = [
         Document(
-            s.tokens, [i >= s.prompt_length for i in range(len(s.tokens))], f"d{i}",
+            s.tokens,
+            [i >= s.prompt_length for i in range(len(s.tokens))],
+            f"d{i}",
             round_starts=[r.start for r in s.rounds],
         )
         for i, s in enumerate(sessions)

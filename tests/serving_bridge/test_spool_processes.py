@@ -138,12 +138,12 @@ def test_a_live_writer_picks_up_what_a_killed_one_left(tmp_path: Path) -> None:
 
 
 def test_kill_at_any_moment_loses_and_repeats_nothing_acknowledged(tmp_path: Path) -> None:
-    writer = start(ENDLESS, tmp_path)
-    assert writer.stdout is not None
-    for _ in range(100):
-        writer.stdout.readline()
-    os.kill(writer.pid, signal.SIGKILL)
-    acknowledged = 100 + writer.communicate()[0].count("\n")
+    with start(ENDLESS, tmp_path) as writer:
+        assert writer.stdout is not None
+        for _ in range(100):
+            writer.stdout.readline()
+        os.kill(writer.pid, signal.SIGKILL)
+        acknowledged = 100 + writer.stdout.read().count("\n")
     seal_orphans(tmp_path)
     reader = SpoolReader(tmp_path, "trainer")
     got = [int(delivery.record.request_id) for delivery in reader.read(100_000)]

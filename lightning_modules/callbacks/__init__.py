@@ -1,0 +1,1 @@
+"""Side effects of training: guards, progress, exports, publishing."""

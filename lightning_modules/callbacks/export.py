@@ -1,0 +1,77 @@
+"""Serving checkpoints written from a training run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from drafters.checkpoint import save_drafter
+from drafters.dflash import DFlashDrafter
+from drafters.identity import TargetIdentity
+from drafters.length_head import LengthHead
+
+
+class ExportBest(L.Callback):
+    """Writes a serving checkpoint whenever validation τ reaches a new best, and at the end if there was no validation.
+
+    Args:
+        directory: the serving checkpoint; replaced as a whole.
+        identity: of the target.
+        drafter_version: written into the manifest.
+        length_head: exported beside the drafter.
+        extra: further manifest entries.
+    """
+
+    MONITOR = "val/acceptance_length"
+
+    def __init__(
+        self,
+        directory: Path,
+        identity: TargetIdentity,
+        drafter_version: str,
+        *,
+        length_head: LengthHead | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        self.directory = directory
+        self.identity = identity
+        self.drafter_version = drafter_version
+        self.length_head = length_head
+        self.extra = extra
+        self.best = float("-inf")
+        self.history: list[tuple[int, float]] = []
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        value = trainer.callback_metrics.get(self.MONITOR)
+        if value is None or trainer.sanity_checking:
+            return
+        self.history.append((trainer.global_step, float(value)))
+        if float(value) > self.best:
+            self.best = float(value)
+            self._export(trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not self.history:
+            self._export(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "history": [list(item) for item in self.history]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = state_dict["best"]
+        self.history = [(int(step), float(value)) for step, value in state_dict["history"]]
+
+    def _export(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        drafter = pl_module.drafter
+        assert isinstance(drafter, DFlashDrafter)
+        if trainer.is_global_zero:
+            save_drafter(
+                self.directory,
+                drafter,
+                identity=self.identity,
+                drafter_version=self.drafter_version,
+                length_head=self.length_head,
+                extra=self.extra,
+            )

@@ -1,0 +1,336 @@
+"""The command line: one command for each stage of the loop, `run` for all of it, and tools.
+
+Only light modules are imported here; a command imports its stage when it runs, so that help answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from drafters.errors import UserError
+from pipeline.cli_tools import config_app, doctor
+from pipeline.invocation import (
+    ConfigArgument,
+    DrafterOption,
+    DryRunOption,
+    Invocation,
+    OutputOption,
+    ResumeOption,
+    SetOption,
+    command,
+)
+from pipeline.stage_plan import check_drafter
+
+STAGES = "Stages, in the order of the loop"
+WHOLE = "The whole loop"
+TOOLS = "Tools"
+ORDER = ("data", "train", "distill", "fit-length-head", "evaluate", "deploy", "run", "config", "doctor")
+EPILOG = """\
+The loop: [bold]data regenerate → train → distill → fit-length-head → evaluate → deploy[/bold], then \
+[bold]distill --online[/bold] for as long as there is traffic.
+
+Each stage finds in the output directory what earlier stages left there, and leaves a result.json with its own output.
+
+Start with [bold]draftsmith run smoke[/bold], the whole loop on a tiny model; [bold]COMMAND --help[/bold] tells more, \
+[bold]COMMAND --dry-run[/bold] what would happen."""
+
+
+class LoopOrder(TyperGroup):
+    """Lists the commands in the order of use; groups would come last otherwise."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of all commands."""
+        return [name for name in ORDER if name in self.commands]
+
+
+app = typer.Typer(
+    name="draftsmith",
+    cls=LoopOrder,
+    help="Train, distil, serve and keep fresh the diffusion drafters that make LLM inference faster.",
+    epilog=EPILOG,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+data_app = typer.Typer(no_args_is_help=True, help="Prepare training data: let the target answer the prompts.")
+app.add_typer(data_app, name="data", rich_help_panel=STAGES)
+app.add_typer(config_app, name="config", rich_help_panel=TOOLS)
+command(app, "doctor", TOOLS)(doctor)
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 done, 2 bad input (one line says what), 130 interrupted."""
+    try:
+        app(arguments, prog_name="draftsmith")
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"draftsmith {version('draftsmith')}")
+        raise typer.Exit
+
+
+@app.callback(no_args_is_help=True)
+def common(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            show_default=False,
+            help="Print the version and stop.",
+        ),
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+@command(data_app, "regenerate")
+def regenerate(
+    config: ConfigArgument,
+    assignments: SetOption = None,
+    output: OutputOption = None,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Let the target answer the prompts.
+
+    A drafter has to learn what the target really says, not what a data set says. Answers are greedy unless
+    regenerate.temperature is set. A run that was cut off continues where it stopped.
+
+    Reads the prompts of data.train and data.heldout. Writes OUTPUT/responses.
+
+    Example: draftsmith data regenerate quickstart --set regenerate.batch_size=4
+    """
+    call = Invocation(config, assignments, output, dry_run)
+
+    def stage() -> Path:
+        from pipeline.stages.regenerate import regenerate_responses
+
+        return regenerate_responses(call.config)
+
+    call.execute("data regenerate", stage, then="train")
+
+
+@command(app, "train", STAGES)
+def train(
+    config: ConfigArgument,
+    assignments: SetOption = None,
+    output: OutputOption = None,
+    warm_start: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", show_default=False, help="Begin with the weights of this drafter."),
+    ] = None,
+    resume: ResumeOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Train a drafter from scratch on the target's answers.
+
+    From the target's hidden states before an anchor token, the drafter learns to fill the block of masked tokens after it
+    in one pass.
+
+    Reads OUTPUT/responses. Writes OUTPUT/train/drafter, a directory that serving engines load as it is.
+
+    Example: draftsmith train quickstart --set train.steps=500
+    """
+    call = Invocation(config, assignments, output, dry_run)
+    if warm_start is not None:
+        check_drafter(warm_start, "--warm-start")
+
+    def stage() -> Path:
+        from pipeline.stages.train import train_drafter
+
+        return train_drafter(call.config, resume=resume, warm_start=warm_start)
+
+    call.execute("train", stage, then="distill", warm_start=warm_start)
+
+
+@command(app, "distill", STAGES)
+def distill(
+    config: ConfigArgument,
+    assignments: SetOption = None,
+    output: OutputOption = None,
+    drafter: DrafterOption = None,
+    online: Annotated[
+        bool,
+        typer.Option("--online", show_default=False, help="Learn from live traffic, round after round."),
+    ] = False,
+    spool: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", show_default=False, help="With --online: the verification records."),
+    ] = None,
+    resume: ResumeOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Distil the drafter on-policy, offline or from live traffic.
+
+    On the text that the target wrote, the drafter learns from the target's whole distribution, in the places where
+    serving begins its rounds.
+
+    Reads OUTPUT/responses and OUTPUT/train/drafter. Writes OUTPUT/distill/drafter.
+
+    With --online it reads verification records from a spool instead. Each batch of fresh records trains a challenger, and
+    one that beats the champion on held-out traffic takes its place. It starts from the champion unless --drafter
+    names another, and writes OUTPUT/online.
+
+    Example: draftsmith distill quickstart
+
+    Example: draftsmith distill quickstart --online --spool /var/spool/draftsmith
+    """
+    call = Invocation(config, assignments, output, dry_run)
+    if online:
+        _distill_online(call, spool, drafter, resume)
+        return
+    if spool is not None:
+        raise UserError("--spool: only online distillation reads a spool; add --online or leave --spool out")
+    start = call.drafter_for("distill", drafter)
+
+    def stage() -> Path:
+        from pipeline.stages.distill import distill_offline
+
+        return distill_offline(call.config, drafter=start, resume=resume)
+
+    call.execute("distill", stage, then="fit-length-head", drafter=start)
+
+
+def _distill_online(call: Invocation, spool: Path | None, drafter: Path | None, resume: bool) -> None:
+    if spool is None:
+        raise UserError("--online: needs --spool DIR, where serving leaves its verification records")
+    if drafter is not None:
+        check_drafter(drafter, "--drafter")
+
+    def stage() -> Path:
+        from pipeline.stages.online import distill_online
+
+        return distill_online(call.config, spool=spool, drafter=drafter, resume=resume)
+
+    call.execute("distill --online", stage, then=None, spool=spool, drafter=drafter)
+
+
+@command(app, "fit-length-head", STAGES)
+def fit_length_head(
+    config: ConfigArgument,
+    assignments: SetOption = None,
+    output: OutputOption = None,
+    drafter: DrafterOption = None,
+    resume: ResumeOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Fit the head that says how many drafted tokens to verify.
+
+    It predicts how much of a block the target will accept, so that serving verifies no more than pays. The drafter's own
+    weights stay as they are.
+
+    Reads OUTPUT/responses and OUTPUT/distill/drafter, or OUTPUT/train/drafter before distillation. Writes
+    OUTPUT/length_head/drafter, the drafter with its head.
+
+    Example: draftsmith fit-length-head quickstart --set length_head.steps=400
+    """
+    call = Invocation(config, assignments, output, dry_run)
+    start = call.drafter_for("fit-length-head", drafter)
+
+    def stage() -> Path:
+        from pipeline.stages.length_head import fit_length_head as fit
+
+        return fit(call.config, drafter=start, resume=resume)
+
+    call.execute("fit-length-head", stage, then="evaluate", drafter=start)
+
+
+@command(app, "evaluate", STAGES)
+def evaluate(
+    config: ConfigArgument,
+    assignments: SetOption = None,
+    output: OutputOption = None,
+    drafter: DrafterOption = None,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Measure a drafter on held-out prompts.
+
+    Acceptance length by domain, tokens per second, and whether the output is exactly the target's own under every length
+    policy.
+
+    Reads the latest drafter: of OUTPUT/length_head, else of OUTPUT/distill, else of OUTPUT/train. Writes
+    OUTPUT/evaluate/result.json.
+
+    Example: draftsmith evaluate quickstart --set evaluate.lossless_prompts=4
+    """
+    call = Invocation(config, assignments, output, dry_run)
+    start = call.drafter_for("evaluate", drafter)
+
+    def stage() -> Path:
+        from pipeline.stages.evaluate import evaluate_drafter
+
+        return evaluate_drafter(call.config, drafter=start)
+
+    call.execute("evaluate", stage, then="deploy", drafter=start)
+
+
+@command(app, "deploy", STAGES)
+def deploy(
+    config: ConfigArgument,
+    assignments: SetOption = None,
+    output: OutputOption = None,
+    drafter: DrafterOption = None,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Register a drafter and promote it if it beats the champion.
+
+    It enters the registry as challenger. One that the gate refuses stays there with the reason, and the champion goes on
+    serving.
+
+    Reads the latest drafter: of OUTPUT/length_head, else of OUTPUT/distill, else of OUTPUT/train. Writes OUTPUT/deploy and
+    the registry that tracking.uri names.
+
+    Example: draftsmith deploy quickstart --drafter outputs/quickstart/distill/drafter
+    """
+    call = Invocation(config, assignments, output, dry_run)
+    start = call.drafter_for("deploy", drafter)
+
+    def stage() -> Path:
+        from pipeline.stages.deploy import deploy_drafter
+
+        return deploy_drafter(call.config, drafter=start)
+
+    call.execute("deploy", stage, then=None, drafter=start)
+
+
+@command(app, "run", WHOLE)
+def run(
+    config: ConfigArgument,
+    assignments: SetOption = None,
+    output: OutputOption = None,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Run the whole loop on this machine.
+
+    All stages in order; then the embedded engine serves the traffic prompts, and the drafter is distilled online from that
+    traffic and swapped while requests run.
+
+    Reads the prompts of data.train, data.heldout and traffic.sources. Writes one directory for each stage below OUTPUT,
+    and OUTPUT/result.json for the whole.
+
+    Example: draftsmith run quickstart
+    """
+    call = Invocation(config, assignments, output, dry_run)
+
+    def stage() -> Path:
+        from pipeline.stages.whole import run_whole
+
+        return run_whole(call.config)
+
+    call.execute("run", stage, then=None)

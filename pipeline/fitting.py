@@ -1,0 +1,144 @@
+"""Lightning trainers as every stage uses them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.loggers import Logger
+
+from datamodules.packed_loader import PackingSpec
+from drafters.errors import UserError
+from drafters.objectives import LossSpec
+from lightning_modules.callbacks.finite_guard import FiniteGuard, RandomState
+from lightning_modules.callbacks.progress import PlainProgress
+from lightning_modules.optim import OptimSpec
+from pipeline.config import Config, FitConfig, LossConfig, OptimConfig
+from pipeline.console import say
+from pipeline.hardware import resolve_precision
+
+CHECKPOINT = "last.ckpt"
+
+
+def loss_spec(config: LossConfig) -> LossSpec:
+    """The core's loss specification."""
+    return LossSpec(**config.model_dump())
+
+
+def optim_spec(config: OptimConfig, total_steps: int | None) -> OptimSpec:
+    """The module room's optimizer specification."""
+    return OptimSpec(
+        lr=config.lr,
+        head_lr=config.head_lr,
+        weight_decay=config.weight_decay,
+        warmup_steps=config.warmup_steps,
+        schedule=config.schedule,
+        total_steps=total_steps,
+    )
+
+
+def packing_spec(config: Config, fit: FitConfig) -> PackingSpec:
+    """How a stage packs its documents."""
+    return PackingSpec(
+        row_tokens=config.data.row_tokens,
+        anchors_per_document=fit.anchors_per_document,
+        anchor_source=fit.anchor_source,
+        max_length=config.data.max_length,
+    )
+
+
+def make_trainer(
+    directory: Path,
+    *,
+    precision: str,
+    clip_norm: float,
+    accumulate: int,
+    checkpoint_every: int,
+    logger: Logger | bool,
+    callbacks: Sequence[L.Callback],
+    **settings: Any,
+) -> L.Trainer:
+    """A trainer with the guards, a resumable checkpoint `<directory>/last.ckpt` and progress output."""
+    directory.mkdir(parents=True, exist_ok=True)
+    interactive = sys.stdout.isatty()
+    progress: L.Callback = RichProgressBar() if interactive else PlainProgress(say)
+    resumable = ModelCheckpoint(
+        dirpath=directory,
+        filename=CHECKPOINT.removesuffix(".ckpt"),
+        every_n_train_steps=checkpoint_every,
+        save_top_k=1,
+        monitor=None,
+        enable_version_counter=False,
+        save_on_train_epoch_end=False,
+    )
+    return L.Trainer(
+        accelerator="auto",
+        precision=cast(Any, resolve_precision(precision)),
+        gradient_clip_val=clip_norm,
+        accumulate_grad_batches=accumulate,
+        logger=logger,
+        log_every_n_steps=10,
+        callbacks=[FiniteGuard(), RandomState(), progress, *callbacks, resumable],
+        enable_progress_bar=interactive,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        default_root_dir=directory,
+        **settings,
+    )
+
+
+def stage_trainer(
+    directory: Path,
+    fit: FitConfig,
+    *,
+    logger: Logger | bool,
+    callbacks: Sequence[L.Callback],
+    validate: bool,
+) -> L.Trainer:
+    """Trainer of an offline stage: a number of steps, validation every so many batches."""
+    return make_trainer(
+        directory,
+        precision=fit.precision,
+        clip_norm=fit.optim.clip_norm,
+        accumulate=fit.accumulate,
+        checkpoint_every=fit.checkpoint_every,
+        logger=logger,
+        callbacks=callbacks,
+        max_steps=fit.steps,
+        max_epochs=-1,
+        max_time=timedelta(minutes=fit.max_minutes) if fit.max_minutes else None,
+        val_check_interval=fit.validate_every * fit.accumulate if validate else None,
+        check_val_every_n_epoch=None if validate else 1,
+        limit_val_batches=1.0 if validate else 0,
+    )
+
+
+def resume_path(directory: Path, resume: bool) -> str | None:
+    """The checkpoint to resume from.
+
+    Raises:
+        UserError: when there is none.
+    """
+    if not resume:
+        return None
+    path = directory / CHECKPOINT
+    if not path.is_file():
+        raise UserError(f"{path}: nothing to resume; run without --resume")
+    return str(path)
+
+
+def fit(trainer: L.Trainer, module: L.LightningModule, datamodule: Any, checkpoint: str | None) -> None:
+    """`trainer.fit` with a readable refusal of a damaged or foreign checkpoint."""
+    try:
+        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+    except (RuntimeError, KeyError, EOFError) as error:
+        if checkpoint is not None and "state_dict" in str(error):
+            first_line = str(error).strip().splitlines()[0]
+            raise UserError(f"{checkpoint}: does not fit this config ({first_line})") from error
+        raise

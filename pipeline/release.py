@@ -1,0 +1,129 @@
+"""From a trained drafter to a champion, or to a refusal with a reason: register, gate, and what they judge on."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafters.checkpoint import drafter_digest
+from drafters.errors import UserError
+from drafters.packing import Document
+from drafters.replay import ReplayResult, replay, total_acceptance_length
+from pipeline.config import GateConfig
+from pipeline.gate import GatePolicy, Verdict, judge
+from pipeline.models import TargetBundle, load_drafter_for
+from pipeline.registry import Registry
+
+
+def gate_policy(config: GateConfig, seed: int) -> GatePolicy:
+    """The gate room's policy."""
+    return GatePolicy(
+        confidence=config.confidence,
+        min_documents=config.min_documents,
+        max_domain_drop=config.max_domain_drop,
+        bootstrap_samples=config.bootstrap_samples,
+        seed=seed,
+    )
+
+
+@dataclass
+class ReleaseDesk:
+    """Registers drafters of one target and judges them against the champion.
+
+    Replays are kept by (drafter, document), so a champion is not replayed again on documents it has seen.
+    """
+
+    registry: Registry
+    bundle: TargetBundle
+    policy: GatePolicy
+    workspace: Path
+    _replays: dict[tuple[str, str], ReplayResult] = field(default_factory=dict)
+
+    def submit(
+        self,
+        directory: Path,
+        documents: Sequence[Document],
+        *,
+        run_id: str,
+        tags: dict[str, str],
+    ) -> tuple[int, Verdict]:
+        """Register a checkpoint as challenger and judge it; a refusal is recorded with its reason.
+
+        Args:
+            directory: serving checkpoint.
+            documents: held-out recent traffic, never trained on.
+            run_id: MLflow run that made it.
+            tags: further registry tags, such as the data window.
+
+        Returns:
+            version number and verdict. Promotion is the caller's, after swap and canary.
+        """
+        champion = self.registry.champion()
+        if champion is not None:
+            tags = {"parent_version": str(champion.version), **tags}
+        challenger_results, finite = self._replay_checked(directory, documents)
+        version = self.registry.register(
+            directory, run_id=run_id, tags=tags, metrics=_tau_by_domain(challenger_results)
+        )
+        if champion is not None and champion.version == version:
+            return version, Verdict(False, f"version {version} is the champion already")
+        self.registry.set_challenger(version)
+        verdict = judge(
+            None if champion is None else self._replay(self.checkpoint(champion.version), documents),
+            challenger_results,
+            self.policy,
+            weights_finite=finite,
+            reload_equal=self._reloads_equal(directory, version),
+        )
+        if not verdict.accepted:
+            self.registry.refuse(version, verdict.reason)
+        return version, verdict
+
+    def checkpoint(self, version: int) -> Path:
+        """A local copy of a registered version, downloaded once and verified."""
+        destination = self.workspace / f"version-{version}"
+        if not destination.is_dir():
+            self.workspace.mkdir(parents=True, exist_ok=True)
+            staging = Path(tempfile.mkdtemp(dir=self.workspace, prefix=".download-"))
+            try:
+                self.registry.download(version, staging / "drafter")
+                (staging / "drafter").rename(destination)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+        return destination
+
+    def _reloads_equal(self, directory: Path, version: int) -> bool:
+        return drafter_digest(self.checkpoint(version)) == drafter_digest(directory)
+
+    def _replay_checked(
+        self, directory: Path, documents: Sequence[Document]
+    ) -> tuple[list[ReplayResult], bool]:
+        try:
+            return self._replay(directory, documents), True
+        except UserError as error:
+            if "not finite" in str(error):
+                return [], False
+            raise
+
+    @torch.no_grad()
+    def _replay(self, directory: Path, documents: Sequence[Document]) -> list[ReplayResult]:
+        digest = drafter_digest(directory)
+        missing = [d for d in documents if (digest, d.document_id) not in self._replays]
+        if missing:
+            target = self.bundle.target
+            loaded = load_drafter_for(directory, self.bundle, dtype=target.dtype)
+            for result in replay(loaded.drafter, target, missing):
+                self._replays[digest, result.document_id] = result
+        return [self._replays[digest, d.document_id] for d in documents]
+
+
+def _tau_by_domain(results: Sequence[ReplayResult]) -> dict[str, Any]:
+    domains = sorted({r.domain for r in results})
+    taus = {f"tau_{d}": total_acceptance_length([r for r in results if r.domain == d]) for d in domains}
+    return {"tau": total_acceptance_length(results), **taus}

@@ -1,0 +1,67 @@
+"""What every stage does around its own work: a result file, an MLflow run, the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from pipeline.config import Config
+from pipeline.console import heading, say
+from pipeline.models import TargetBundle, describe_target, load_target
+from pipeline.registry import Registry, model_name_for
+from pipeline.result import RESULT_FILE, StageRun, stage_run
+from pipeline.tracking import TrackedRun, Tracking
+
+
+@dataclass
+class Stage:
+    """A stage under way."""
+
+    config: Config
+    output: Path
+    result: StageRun
+    tracked: TrackedRun
+
+    @cached_property
+    def bundle(self) -> TargetBundle:
+        """The target, loaded on first use."""
+        with self.result.section("load_target"):
+            bundle = load_target(self.config)
+        self.result.metrics["target"] = describe_target(bundle)
+        return bundle
+
+    def registry(self) -> Registry:
+        """The registered model of this target and family."""
+        return registry_for(self.config, self.bundle.target.identity.target_id)
+
+
+def tracking_for(config: Config) -> Tracking:
+    """MLflow at the configured URI, by default a SQLite file in the output directory."""
+    uri = config.tracking.uri or f"sqlite:///{(config.output / 'mlflow.db').resolve()}"
+    config.output.mkdir(parents=True, exist_ok=True)
+    return Tracking(uri, config.tracking.experiment)
+
+
+def registry_for(config: Config, target_id: str) -> Registry:
+    """The registry of a (target, family)."""
+    name = config.tracking.model_name or model_name_for(target_id, config.drafter.family)
+    return Registry(tracking_for(config).tracking_uri, name)
+
+
+@contextmanager
+def open_stage(config: Config, name: str, folder: str | None = None) -> Iterator[Stage]:
+    """Run a stage: on success `<output>/<folder>/result.json` is written and logged to MLflow."""
+    heading(name)
+    output = config.output / (folder or name)
+    tracking = tracking_for(config)
+    tracking.initialise()
+    with tracking.run(f"{config.name}-{name}", {"stage": name}) as tracked:
+        tracked.log_config(config.dump())
+        with stage_run(name, output, config.dump()) as result:
+            yield Stage(config, output, result, tracked)
+        tracked.log_result(output / RESULT_FILE)
+    assert result.result is not None
+    say(f"{name}: done in {result.result.wall_seconds:.0f} s, {output / RESULT_FILE}")

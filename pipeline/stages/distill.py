@@ -1,0 +1,78 @@
+"""`draftsmith distill`: on-policy distillation on the target's responses, offline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import lightning as L
+import torch
+
+from datamodules.offline import OfflineDataModule
+from drafters.packing import Document
+from drafters.replay import replay
+from lightning_modules.callbacks.export import ExportBest
+from lightning_modules.opd import OPDModule
+from pipeline.config import Config
+from pipeline.console import say
+from pipeline.corpus import responses_directory, train_and_validation
+from pipeline.fitting import fit, loss_spec, optim_spec, packing_spec, resume_path, stage_trainer
+from pipeline.models import TargetBundle, load_drafter_for
+from pipeline.stages.context import open_stage, tracking_for
+
+
+def distill_offline(config: Config, *, drafter: Path, resume: bool = False) -> Path:
+    """AdaFlash's OPD loss on served text; exported to `<output>/distill/drafter` when validation τ improves.
+
+    With `anchor_source: rounds` the drafter is first replayed over all documents, and blocks start where it would have
+    started them in serving.
+    """
+    with open_stage(config, "distill") as stage:
+        checkpoint = resume_path(stage.output, resume)
+        bundle, settings = stage.bundle, config.distill
+        train, validation = train_and_validation(config, bundle.target.identity)
+        stage.result.add_input(responses_directory(config, "train"))
+        stage.result.add_input(drafter)
+        L.seed_everything(config.seed, verbose=False)
+        loaded = load_drafter_for(drafter, bundle)
+        if settings.anchor_source == "rounds":
+            with stage.result.section("replay_rounds"):
+                train = with_round_starts(drafter, bundle, train)
+        say(f"distilling on {len(train)} documents")
+        module = OPDModule(
+            loaded.drafter.float().train(),
+            bundle.target,
+            loss_spec(settings.loss),
+            optim_spec(settings.optim, settings.steps),
+        )
+        directory = stage.output / "drafter"
+        export = ExportBest(
+            directory, bundle.target.identity, f"{config.name}-distill", length_head=loaded.length_head
+        )
+        trainer = stage_trainer(
+            stage.output,
+            settings,
+            logger=tracking_for(config).lightning_logger(stage.tracked.run_id),
+            callbacks=[export],
+            validate=bool(validation),
+        )
+        with stage.result.section("fit"):
+            datamodule = OfflineDataModule(
+                train, validation, packing_spec(config, settings), seed=config.seed
+            )
+            fit(trainer, module, datamodule, checkpoint)
+        stage.result.metrics |= {
+            "steps": trainer.global_step,
+            "acceptance_length": export.best if export.history else float("nan"),
+            "history": [list(item) for item in export.history],
+        }
+        stage.result.add_output(directory)
+        return directory
+
+
+@torch.no_grad()
+def with_round_starts(drafter: Path, bundle: TargetBundle, documents: list[Document]) -> list[Document]:
+    """The documents with the positions where this drafter's rounds would begin, found by replay."""
+    loaded = load_drafter_for(drafter, bundle, dtype=bundle.target.dtype)
+    results = replay(loaded.drafter, bundle.target, documents)
+    return [replace(d, round_starts=r.round_starts) for d, r in zip(documents, results, strict=True)]

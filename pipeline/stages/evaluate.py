@@ -1,0 +1,105 @@
+"""`draftsmith evaluate`: held-out τ, losslessness, speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from drafters.decoding import ServingDrafter
+from drafters.errors import UserError
+from drafters.packing import Document
+from drafters.replay import replay
+from pipeline.config import Config
+from pipeline.console import say
+from pipeline.corpus import load_documents, responses_directory
+from pipeline.lossless import LosslessReport, check_lossless, prompt_and_output
+from pipeline.measure import acceptance_summary, decoding_speed
+from pipeline.models import load_drafter_for, load_target, make_policy
+from pipeline.stages.context import Stage, open_stage
+
+
+def evaluate_drafter(config: Config, *, drafter: Path) -> Path:
+    """Evaluate on the held-out prompts; writes `<output>/evaluate/result.json` and `heldout.jsonl`.
+
+    τ is replayed on the target's own greedy responses. The lossless check runs in float32 against the same responses.
+    """
+    with open_stage(config, "evaluate") as stage:
+        stage.result.add_input(drafter)
+        stage.result.add_input(responses_directory(config, "heldout"))
+        documents = heldout_documents(stage)
+        loaded = load_drafter_for(drafter, stage.bundle, dtype=stage.bundle.target.dtype)
+        with stage.result.section("replay"), torch.no_grad():
+            results = replay(loaded.drafter, stage.bundle.target, documents)
+        stage.result.metrics |= acceptance_summary(results, loaded.drafter.block_size)
+        say(f"acceptance length {stage.result.metrics['acceptance_length']:.3f} on {len(documents)} prompts")
+        if config.evaluate.speed_prompts:
+            serving = ServingDrafter(
+                loaded.drafter, make_policy(config.policy, loaded), loaded.drafter_version
+            )
+            with stage.result.section("speed"):
+                stage.result.metrics["speed"] = decoding_speed(
+                    stage.bundle,
+                    serving,
+                    spread(documents, config.evaluate.speed_prompts),
+                    max_new_tokens=config.evaluate.max_new_tokens,
+                )
+        if config.evaluate.lossless_prompts:
+            with stage.result.section("lossless"):
+                report = lossless_in_float32(config, [drafter], documents)
+            stage.result.metrics |= {"lossless": report.lossless, "lossless_prompts": report.compared}
+            say(f"lossless: {report.lossless} ({', '.join(f'{k} {n}' for k, n in report.compared.items())})")
+            if not report.lossless:
+                say(f"differing: {report.differing}")
+        heldout_file = stage.output / "heldout.jsonl"
+        write_heldout(heldout_file, documents)
+        stage.result.add_output(heldout_file)
+        return stage.output
+
+
+def heldout_documents(stage: Stage) -> list[Document]:
+    """The held-out documents of this run.
+
+    Raises:
+        UserError: when the config names none.
+    """
+    documents = load_documents(stage.config, "heldout", stage.bundle.target.identity)
+    if not documents:
+        raise UserError("data.heldout: no held-out prompts to evaluate on")
+    return documents
+
+
+def lossless_in_float32(
+    config: Config, directories: Sequence[Path], documents: Sequence[Document]
+) -> LosslessReport:
+    """The lossless check on a float32 copy of the target."""
+    bundle = load_target(config, dtype="float32")
+    chosen = spread(documents, config.evaluate.lossless_prompts)
+    return check_lossless(config, bundle, directories, chosen, LosslessReport())
+
+
+def spread(documents: Sequence[Document], count: int) -> list[Document]:
+    """`count` documents taken evenly over the sequence, hence over its domains."""
+    if count >= len(documents):
+        return list(documents)
+    return [documents[i * len(documents) // count] for i in range(count)]
+
+
+def write_heldout(path: Path, documents: Sequence[Document]) -> None:
+    """Prompt and output ids, one JSON object a line, so that figures can be recomputed with other software."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(descriptor, "w") as handle:
+        for document in documents:
+            prompt, output = prompt_and_output(document)
+            row = {
+                "id": document.document_id,
+                "domain": document.domain,
+                "prompt_ids": prompt,
+                "output_ids": output,
+            }
+            handle.write(json.dumps(row) + "\n")
+    os.replace(name, path)

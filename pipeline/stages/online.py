@@ -1,0 +1,189 @@
+"""`draftsmith distill --online`: continual distillation from verification records."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import lightning as L
+
+from datamodules.packed_loader import PackingSpec
+from datamodules.streaming import StreamingDataModule, StreamSpec
+from drafters.errors import UserError
+from lightning_modules.callbacks.publish import PublishRounds
+from lightning_modules.opd import OPDModule
+from pipeline.config import Config, OnlineConfig
+from pipeline.console import say
+from pipeline.corpus import train_and_validation
+from pipeline.fitting import CHECKPOINT, fit, loss_spec, make_trainer, optim_spec, resume_path
+from pipeline.models import load_drafter_for
+from pipeline.online import OnlinePublisher
+from pipeline.release import ReleaseDesk, gate_policy
+from pipeline.stages.context import Stage, open_stage, tracking_for
+from serving_bridge.server import DraftServer
+from serving_bridge.spool import SpoolReader, retain
+
+READER = "trainer"
+CANARY_READER = "canary"
+
+
+def distill_online(
+    config: Config,
+    *,
+    spool: Path,
+    drafter: Path | None = None,
+    resume: bool = False,
+    servers: Callable[[Stage], Sequence[DraftServer]] = lambda stage: (),
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Path:
+    """Run online rounds until told to stop, idle for too long, or `online.max_rounds` is reached.
+
+    Args:
+        config: the run.
+        spool: directory where serving leaves verification records.
+        drafter: weights to start from; None takes the registered champion.
+        resume: continue `<output>/online/last.ckpt`.
+        servers: running servers to keep on the champion, given the stage (the embedded engine shares its target).
+        should_stop: polled while waiting; SIGTERM stops as well.
+    """
+    with open_stage(config, "online") as stage, stop_on_sigterm() as terminated:
+        settings = config.online
+        checkpoint = resume_path(stage.output, resume)
+        if checkpoint is None and (stage.output / CHECKPOINT).exists():
+            raise UserError(
+                f"{stage.output / CHECKPOINT}: an earlier online run stands here; add --resume to continue it, "
+                "or choose another --output"
+            )
+
+        def stopping() -> bool:
+            return should_stop() or terminated()
+
+        bundle = stage.bundle
+        train, validation = train_and_validation(config, bundle.target.identity)
+        desk = ReleaseDesk(
+            stage.registry(), bundle, gate_policy(config.gate, config.seed), config.output / "versions"
+        )
+        start = drafter or champion_checkpoint(desk)
+        loaded = load_drafter_for(start, bundle)
+        L.seed_everything(config.seed, verbose=False)
+        module = OPDModule(
+            loaded.drafter.float().train(),
+            bundle.target,
+            loss_spec(settings.loss),
+            optim_spec(settings.optim, None),
+            loaded.length_head.train() if loaded.length_head is not None else None,
+        )
+        reader = SpoolReader(spool, READER)
+        reader.commit(reader.cursor)
+        datamodule = StreamingDataModule(
+            reader,
+            stream_spec(settings),
+            PackingSpec(1, settings.anchors_per_document, settings.anchor_source, settings.max_length),
+            target_id=bundle.target.identity.target_id,
+            seed=config.seed,
+            offline=train if settings.replay_buffer.seed_offline else (),
+            should_stop=stopping,
+        )
+        publisher = OnlinePublisher(
+            stage.output,
+            desk,
+            servers(stage),
+            extra_documents=validation,
+            canary_reader=lambda: reader_at_end(spool),
+            canary=config.canary,
+            run_id=stage.tracked.run_id,
+            name=config.name,
+            should_stop=stopping,
+        )
+        publisher.reconcile()
+        trainer = make_trainer(
+            stage.output,
+            precision=settings.precision,
+            clip_norm=settings.optim.clip_norm,
+            accumulate=settings.accumulate,
+            checkpoint_every=settings.checkpoint_every,
+            logger=tracking_for(config).lightning_logger(stage.tracked.run_id),
+            callbacks=[PublishRounds(publisher, stage.output / CHECKPOINT), _Retention(spool)],
+            max_epochs=settings.max_rounds or -1,
+            reload_dataloaders_every_n_epochs=1,
+            limit_val_batches=0,
+        )
+        with stage.result.section("rounds"):
+            fit(trainer, module, datamodule, checkpoint)
+        outcomes = publisher.state.outcomes
+        say(f"{len(outcomes)} rounds: " + ", ".join(f"{o.round_index} {o.outcome}" for o in outcomes))
+        stage.result.metrics |= {
+            "rounds": len(outcomes),
+            "outcomes": [o.outcome for o in outcomes],
+            "reasons": [o.reason for o in outcomes],
+            "versions": [o.version for o in outcomes],
+            "counts": datamodule.stream.counts,
+            "quarantined": reader.quarantined,
+        }
+        return stage.output
+
+
+def champion_checkpoint(desk: ReleaseDesk) -> Path:
+    """The champion's local copy.
+
+    Raises:
+        UserError: when nothing is registered yet.
+    """
+    champion = desk.registry.champion()
+    if champion is None:
+        raise UserError(
+            f"registry {desk.registry.model_name}: no champion yet; run `draftsmith deploy` first or give --drafter"
+        )
+    return desk.checkpoint(champion.version)
+
+
+def stream_spec(settings: OnlineConfig) -> StreamSpec:
+    """The data room's rules."""
+    replay = settings.replay_buffer
+    return StreamSpec(
+        trigger=settings.trigger,
+        passes=settings.passes,
+        holdout_fraction=settings.holdout_fraction,
+        holdout_capacity=settings.holdout_capacity,
+        buffer_capacity=replay.capacity,
+        buffer_share=replay.share,
+        max_age_rounds=replay.max_age_rounds,
+        max_record_age_s=settings.max_record_age_s,
+        poll_s=settings.poll_s,
+        idle_timeout_s=settings.idle_timeout_s,
+    )
+
+
+def reader_at_end(spool: Path) -> SpoolReader:
+    """A reader past everything sealed so far."""
+    reader = SpoolReader(spool, CANARY_READER, quarantine=False)
+    while reader.read(256):
+        pass
+    return reader
+
+
+class _Retention(L.Callback):
+    """Deletes log segments that every registered reader has behind it."""
+
+    def __init__(self, spool: Path) -> None:
+        self.spool = spool
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        retain(self.spool)
+
+
+@contextmanager
+def stop_on_sigterm() -> Iterator[Callable[[], bool]]:
+    """A flag that SIGTERM sets, so that the loop ends between rounds; only in the main thread."""
+    flag = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag.is_set
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: flag.set())
+    try:
+        yield flag.is_set
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,71 @@
+"""`draftsmith train`: a drafter from scratch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+
+from datamodules.offline import OfflineDataModule
+from lightning_modules.block_training import BlockTrainingModule
+from lightning_modules.callbacks.export import ExportBest
+from pipeline.config import Config
+from pipeline.console import say
+from pipeline.corpus import responses_directory, train_and_validation
+from pipeline.fitting import fit, loss_spec, optim_spec, packing_spec, resume_path, stage_trainer
+from pipeline.models import load_drafter_for, new_drafter
+from pipeline.stages.context import open_stage, tracking_for
+
+
+def train_drafter(config: Config, *, resume: bool = False, warm_start: Path | None = None) -> Path:
+    """Train on the regenerated responses; the best validation τ is exported to `<output>/train/drafter`.
+
+    Args:
+        config: the run.
+        resume: continue `<output>/train/last.ckpt` exactly where it stopped.
+        warm_start: start from this drafter's weights with a fresh optimizer.
+    """
+    with open_stage(config, "train") as stage:
+        checkpoint = resume_path(stage.output, resume)
+        bundle = stage.bundle
+        train, validation = train_and_validation(config, bundle.target.identity)
+        stage.result.add_input(responses_directory(config, "train"))
+        L.seed_everything(config.seed, verbose=False)
+        if warm_start is None:
+            drafter = new_drafter(config, bundle)
+        else:
+            drafter = load_drafter_for(warm_start, bundle, dtype=None).drafter.float().train()
+            stage.result.add_input(warm_start)
+        settings = config.train
+        say(
+            f"{len(train)} documents, {len(validation)} for validation; drafter of "
+            f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters"
+        )
+        module = BlockTrainingModule(
+            drafter,
+            bundle.target,
+            loss_spec(settings.loss),
+            optim_spec(settings.optim, settings.steps),
+            teacher_labels=config.regenerate.temperature > 0,
+        )
+        directory = stage.output / "drafter"
+        export = ExportBest(directory, bundle.target.identity, f"{config.name}-train")
+        trainer = stage_trainer(
+            stage.output,
+            settings,
+            logger=tracking_for(config).lightning_logger(stage.tracked.run_id),
+            callbacks=[export],
+            validate=bool(validation),
+        )
+        with stage.result.section("fit"):
+            datamodule = OfflineDataModule(
+                train, validation, packing_spec(config, settings), seed=config.seed
+            )
+            fit(trainer, module, datamodule, checkpoint)
+        stage.result.metrics |= {
+            "steps": trainer.global_step,
+            "acceptance_length": export.best if export.history else float("nan"),
+            "history": [list(item) for item in export.history],
+        }
+        stage.result.add_output(directory)
+        return directory

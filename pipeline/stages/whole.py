@@ -1,0 +1,284 @@
+"""`draftsmith run`: the whole loop of a preset, from prompts to an improved drafter in service."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from datamodules.chat import render_prompt
+from datamodules.mixture import load_mixture
+from drafters.checkpoint import save_drafter
+from drafters.packing import Document
+from drafters.replay import replay
+from pipeline.bootstrap import paired_bootstrap_ratio
+from pipeline.config import Config
+from pipeline.console import say, show_table
+from pipeline.corpus import source_specs, train_and_validation
+from pipeline.measure import acceptance_summary
+from pipeline.models import TargetBundle, load_drafter_for, make_policy
+from pipeline.release import ReleaseDesk, gate_policy
+from pipeline.report import write_report
+from pipeline.stages.context import Stage, open_stage
+from pipeline.stages.deploy import deploy_drafter
+from pipeline.stages.distill import distill_offline
+from pipeline.stages.evaluate import (
+    evaluate_drafter,
+    heldout_documents,
+    lossless_in_float32,
+    write_heldout,
+)
+from pipeline.stages.length_head import fit_length_head
+from pipeline.stages.online import distill_online
+from pipeline.stages.regenerate import regenerate_responses
+from pipeline.stages.train import train_drafter
+from serving_bridge.local_engine import Completion, LocalEngine, Request
+from serving_bridge.spool import SpoolWriter
+from serving_bridge.transport import BufferedWriter
+
+
+def run_whole(config: Config) -> Path:
+    """Every stage in order, then traffic, online rounds, and the comparison before and after.
+
+    `<output>/result.json` holds the figures, `report.html` the plots; `drafter_offline/`, `drafter_online/`, `target/` and
+    `heldout.jsonl` are kept so that anyone can recompute them.
+    """
+    times: dict[str, float] = {}
+
+    def timed(name: str, work: Any) -> Any:
+        started = time.monotonic()
+        value = work()
+        times[name] = time.monotonic() - started
+        return value
+
+    timed("regenerate", lambda: regenerate_responses(config))
+    trained = timed("train", lambda: train_drafter(config))
+    distilled = timed("distill", lambda: distill_offline(config, drafter=trained))
+    offline = timed("length_head", lambda: fit_length_head(config, drafter=distilled))
+    timed("deploy", lambda: deploy_drafter(config, drafter=offline))
+    timed("online", lambda: serve_and_learn(config))
+    return timed("evaluate", lambda: _conclude(config, times))
+
+
+def serve_and_learn(config: Config) -> Path:
+    """The embedded engine serves the traffic prompts while the online trainer follows its records."""
+    spool = config.output / "spool"
+    service = _Service(config, spool)
+    try:
+        return distill_online(
+            config, spool=spool, servers=service.start, should_stop=lambda: service.traffic_over
+        )
+    finally:
+        service.stop()
+
+
+@dataclass
+class _Service:
+    """Engine, log writer and a thread that plays the users."""
+
+    config: Config
+    spool: Path
+    engine: LocalEngine | None = None
+    writer: BufferedWriter | None = None
+    completions: list[Completion] = field(default_factory=list)
+    _users: threading.Thread | None = None
+
+    def start(self, stage: Stage) -> Sequence[LocalEngine]:
+        config, bundle = self.config, stage.bundle
+        desk = ReleaseDesk(
+            stage.registry(), bundle, gate_policy(config.gate, config.seed), config.output / "versions"
+        )
+        champion = desk.registry.champion()
+        assert champion is not None
+        self.writer = BufferedWriter(
+            SpoolWriter(
+                self.spool,
+                max_bytes=config.serve.spool_max_bytes,
+                max_age_s=config.serve.spool_max_age_s,
+            )
+        )
+        self.engine = LocalEngine(
+            bundle.target,
+            desk.checkpoint(champion.version),
+            policy=lambda loaded: make_policy(config.policy, loaded),
+            eos_ids=bundle.eos_ids,
+            writer=self.writer,
+            max_running=config.serve.max_running,
+        )
+        self._users = threading.Thread(target=self._play, args=(bundle,), name="users", daemon=True)
+        self._users.start()
+        return [self.engine]
+
+    @property
+    def traffic_over(self) -> bool:
+        return self._users is not None and not self._users.is_alive()
+
+    def _play(self, bundle: TargetBundle) -> None:
+        assert self.engine is not None and self.writer is not None
+        config = self.config
+        prompts = load_mixture(
+            source_specs(config.traffic.sources), seed=config.seed, limit=config.traffic.limit
+        ).conversations
+        futures = [
+            self.engine.submit(
+                Request(
+                    request_id=prompt.id,
+                    prompt_ids=render_prompt(bundle.tokenizer, prompt.messages),
+                    max_new_tokens=config.serve.max_new_tokens,
+                    domain=prompt.domain,
+                )
+            )
+            for prompt in prompts
+        ]
+        for number, future in enumerate(futures, start=1):
+            try:
+                self.completions.append(future.result())
+            except CancelledError:
+                return  # the engine stopped: the online rounds are over
+            if number % 25 == 0 or number == len(futures):
+                say(f"served {number}/{len(futures)} requests, drafter {self.engine.drafter_version}")
+        self.writer.flush(10.0)
+
+    def stop(self) -> None:
+        if self.engine is not None:
+            self.engine.stop()
+        if self.writer is not None:
+            self.writer.close()
+
+
+def _conclude(config: Config, times: dict[str, float]) -> Path:
+    evaluate_drafter(config, drafter=config.output / "length_head" / "drafter")
+    with open_stage(config, "run", ".") as stage:
+        bundle = stage.bundle
+        documents = heldout_documents(stage)
+        desk = ReleaseDesk(
+            stage.registry(), bundle, gate_policy(config.gate, config.seed), config.output / "versions"
+        )
+        champion = desk.registry.champion()
+        assert champion is not None
+        offline = keep_copy(config.output / "drafter_offline", desk.checkpoint(1), bundle)
+        online = keep_copy(config.output / "drafter_online", desk.checkpoint(champion.version), bundle)
+        with stage.result.section("gate_drill"):
+            refused = gate_drill(stage, desk, online)
+        with stage.result.section("replay"):
+            comparison = compare_on_heldout(config, bundle, offline, online, documents)
+        with stage.result.section("lossless"):
+            report = lossless_in_float32(config, [offline, online], documents)
+        say(f"lossless: {report.lossless}, {report.swaps} swaps, compared {report.compared}")
+        write_heldout(config.output / "heldout.jsonl", documents)
+        stage.result.metrics |= {
+            "lossless": report.lossless,
+            "lossless_prompts": report.compared,
+            "lossless_differing": report.differing,
+            "swaps_under_load": report.swaps,
+            "requests_across_a_swap": report.requests_across_a_swap,
+            **comparison,
+            "registry": {"model_name": desk.registry.model_name, "champion_version": champion.version},
+            "gate": {"refused": refused},
+            "stage_seconds": times,
+        }
+        for path in (offline, online, config.output / "heldout.jsonl"):
+            stage.result.add_output(path)
+    return write_report(config)
+
+
+def keep_copy(directory: Path, source: Path, bundle: TargetBundle) -> Path:
+    """A checkpoint under a plain name, written anew so that it is checked on the way."""
+    loaded = load_drafter_for(source, bundle)
+    return save_drafter(
+        directory,
+        loaded.drafter,
+        identity=loaded.identity,
+        drafter_version=loaded.drafter_version,
+        length_head=loaded.length_head,
+    )
+
+
+def gate_drill(stage: Stage, desk: ReleaseDesk, champion: Path) -> list[dict[str, Any]]:
+    """All refusals of the run, after one that is provoked: a challenger that is finite and whole, but worse.
+
+    It is the champion with noise of a tenth of each weight's size: what a bad training run would look like to
+    every checksum.
+    """
+    config, bundle = stage.config, stage.bundle
+    loaded = load_drafter_for(champion, bundle)
+    generator = torch.Generator().manual_seed(config.seed)
+    with torch.no_grad():
+        for parameter in loaded.drafter.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.add_(0.1 * parameter.float().std(unbiased=False).to(parameter) * noise)
+    worse = save_drafter(
+        stage.config.output / "versions" / "drill",
+        loaded.drafter,
+        identity=bundle.target.identity,
+        drafter_version=f"{config.name}-drill",
+        length_head=loaded.length_head,
+    )
+    _, validation = train_and_validation(config, bundle.target.identity)
+    desk.submit(worse, validation, run_id=stage.tracked.run_id, tags={"data_window": "gate drill"})
+    return [
+        {
+            "version": version.version,
+            "drafter_version": version.tags.get("drafter_version"),
+            "reason": version.tags.get("gate_reason"),
+        }
+        for version in desk.registry.list_versions()
+        if version.tags.get("gate_outcome") == "refused"
+    ]
+
+
+@torch.no_grad()
+def compare_on_heldout(
+    config: Config, bundle: TargetBundle, offline: Path, online: Path, documents: Sequence[Document]
+) -> dict[str, Any]:
+    """τ of the offline drafter on all held-out prompts, and before/after on the traffic's domain."""
+    dtype = bundle.target.dtype
+    before_drafter = load_drafter_for(offline, bundle, dtype=dtype).drafter
+    after_drafter = load_drafter_for(online, bundle, dtype=dtype).drafter
+    before = replay(before_drafter, bundle.target, documents)
+    after = replay(after_drafter, bundle.target, documents)
+    block_size = before_drafter.block_size
+    domain = config.traffic.domain
+    pairs = [(b, a) for b, a in zip(before, after, strict=True) if domain in (None, b.domain) and b.rounds]
+    difference = paired_bootstrap_ratio(
+        [b.committed for b, _ in pairs],
+        [b.rounds for b, _ in pairs],
+        [a.committed for _, a in pairs],
+        [a.rounds for _, a in pairs],
+    )
+    tau_before = acceptance_summary([b for b, _ in pairs], block_size)["acceptance_length"]
+    tau_after = acceptance_summary([a for _, a in pairs], block_size)["acceptance_length"]
+    offline_summary = acceptance_summary(before, block_size)
+    online_summary = acceptance_summary(after, block_size)
+    show_table(
+        "acceptance length on held-out prompts",
+        ["domain", "offline", "online", "ratio"],
+        [
+            [
+                name,
+                f"{offline_summary['by_domain'][name]:.3f}",
+                f"{online_summary['by_domain'][name]:.3f}",
+                f"{online_summary['by_domain'][name] / offline_summary['by_domain'][name]:.3f}",
+            ]
+            for name in offline_summary["by_domain"]
+        ],
+    )
+    return {
+        "offline": offline_summary,
+        "online": {
+            **{k: v for k, v in online_summary.items() if k != "acceptance_length"},
+            "domain": domain,
+            "prompts_compared": len(pairs),
+            "acceptance_length_before": tau_before,
+            "acceptance_length_after": tau_after,
+            "ratio": tau_after / tau_before,
+            "difference": difference.point,
+            "difference_low": difference.low,
+        },
+    }

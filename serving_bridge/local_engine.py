@@ -1,0 +1,253 @@
+"""The embedded engine: serves requests on HF transformers with a drafter, and logs what verification saw.
+
+One thread runs all requests, a round of each in turn. The drafter is read anew at every round, so a swap takes effect at
+the next round of each request and none is stopped. Output is the target's, whichever drafter ran which round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from drafters.checkpoint import LoadedDrafter, load_drafter
+from drafters.decoding import DecodingSession, ServingDrafter
+from drafters.errors import UserError
+from drafters.identity import require_same_target
+from drafters.policies import LengthPolicy, Load
+from drafters.target import Target
+from drafters.verify import SamplingParams
+from serving_bridge.records import Round, Sampling, VerificationRecord
+from serving_bridge.server import SwapError, SwapReport
+from serving_bridge.transport import LogWriter
+
+PolicyFactory = Callable[[LoadedDrafter], LengthPolicy]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion request in token ids."""
+
+    request_id: str
+    prompt_ids: list[int]
+    max_new_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    conversation_key: str = ""
+    domain: str = "default"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request and the record that was logged for it."""
+
+    request: Request
+    record: VerificationRecord
+    seconds: float
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.record.output_ids
+
+
+class LocalEngine:
+    """Speculative serving on this machine.
+
+    Args:
+        target: the frozen target; may be shared with a trainer.
+        directory: serving checkpoint to start with.
+        policy: makes the length policy of a checkpoint.
+        eos_ids: tokens that end a response.
+        writer: where records go; None logs nothing. Never blocks serving.
+        max_running: requests interleaved at a time; further ones wait in order.
+
+    Raises:
+        UserError: when the drafter belongs to another target.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        directory: Path,
+        *,
+        policy: PolicyFactory,
+        eos_ids: Sequence[int],
+        writer: LogWriter | None = None,
+        max_running: int = 1,
+    ) -> None:
+        self.target = target
+        self.eos_ids = list(eos_ids)
+        self.writer = writer
+        self.max_running = max_running
+        self._policy = policy
+        self._directory = directory
+        self._serving = self._load(directory)
+        self._target_checksum = parameters_checksum(target.model)
+        self._waiting: deque[tuple[Request, Future[Completion]]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._serve, name="local-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def drafter_version(self) -> str:
+        return self._serving.drafter_version
+
+    def submit(self, request: Request) -> Future[Completion]:
+        """Queue a request; the future holds its completion, or the error that ended it."""
+        future: Future[Completion] = Future()
+        with self._wake:
+            if self._stopping:
+                raise RuntimeError("the engine is stopped")
+            self._waiting.append((request, future))
+            self._wake.notify()
+        return future
+
+    def swap(self, directory: Path) -> SwapReport:
+        """Serve another checkpoint from the next round of each request on; see `DraftServer`."""
+        old = self._serving
+        try:
+            new = self._load(directory)
+        except (UserError, OSError) as error:
+            raise SwapError(f"swap refused, still serving {old.drafter_version}: {error}") from error
+        started = time.perf_counter()
+        self._serving = new
+        pause_ms = (time.perf_counter() - started) * 1000
+        target_checksum = parameters_checksum(self.target.model)
+        if target_checksum != self._target_checksum:
+            self._serving = old
+            raise SwapError("the target's weights changed during the swap; the old drafter is back")
+        self._directory = directory
+        return SwapReport(
+            old.drafter_version,
+            new.drafter_version,
+            parameters_checksum(new.drafter),
+            target_checksum,
+            pause_ms,
+        )
+
+    def stop(self, timeout: float = 30.0) -> None:
+        """Finish running requests, refuse waiting ones, end the thread."""
+        with self._wake:
+            self._stopping = True
+            refused = list(self._waiting)
+            self._waiting.clear()
+            self._wake.notify()
+        for _, future in refused:
+            future.cancel()
+        self._thread.join(timeout)
+
+    def _load(self, directory: Path) -> ServingDrafter:
+        loaded = load_drafter(directory, dtype=self.target.dtype)
+        require_same_target(self.target.identity, loaded.identity, str(directory))
+        if loaded.drafter.spec.target_layer_ids != self.target.layer_ids:
+            raise UserError(
+                f"{directory}: reads target layers {loaded.drafter.spec.target_layer_ids}, "
+                f"the engine captures {self.target.layer_ids}"
+            )
+        return ServingDrafter(
+            loaded.drafter.to(self.target.device), self._policy(loaded), loaded.drafter_version
+        )
+
+    def _serve(self) -> None:
+        running: list[_Running] = []
+        while True:
+            with self._wake:
+                while not self._waiting and not running and not self._stopping:
+                    self._wake.wait()
+                if self._stopping and not running:
+                    return
+                while self._waiting and len(running) < self.max_running:
+                    running.append(_Running(*self._waiting.popleft()))
+            load = Load(running=len(running))
+            for job in running:
+                self._advance(job, load)
+            running = [job for job in running if not job.future.done()]
+
+    def _advance(self, job: _Running, load: Load) -> None:
+        if job.future.cancelled():
+            return
+        try:
+            if job.session is None:
+                job.session = DecodingSession(
+                    self.target,
+                    job.request.prompt_ids,
+                    sampling=job.request.sampling,
+                    max_new_tokens=job.request.max_new_tokens,
+                    eos_ids=self.eos_ids,
+                )
+                job.session.prefill()
+            else:
+                job.session.step(self._serving, load)
+            if job.session.finished:
+                self._finish(job, job.session)
+        except Exception as error:
+            # one request's failure must not end the others; its caller gets the error
+            with contextlib.suppress(Exception):
+                job.future.set_exception(error)
+
+    def _finish(self, job: _Running, session: DecodingSession) -> None:
+        record = make_record(job.request, session, self.target, self._serving)
+        if self.writer is not None:
+            self.writer.write(record)
+        job.future.set_result(Completion(job.request, record, time.perf_counter() - job.started))
+
+
+@dataclass
+class _Running:
+    request: Request
+    future: Future[Completion]
+    session: DecodingSession | None = None
+    started: float = field(default_factory=time.perf_counter)
+
+
+def make_record(
+    request: Request, session: DecodingSession, target: Target, serving: ServingDrafter
+) -> VerificationRecord:
+    """The verification record of a finished session."""
+    assert session.finish_reason is not None
+    sampling = request.sampling
+    return VerificationRecord(
+        request_id=request.request_id,
+        conversation_key=request.conversation_key or request.request_id,
+        time=time.time(),
+        target_id=target.identity.target_id,
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+        ),
+        domain=request.domain,
+        prompt_ids=request.prompt_ids,
+        output_ids=session.output_ids,
+        rounds=[
+            Round(
+                start=r.start,
+                drafter_version=r.drafter_version,
+                verify_len=r.verify_len,
+                accepted=r.accepted,
+                draft_ids=r.draft_ids,
+            )
+            for r in session.rounds
+        ],
+        finish_reason=session.finish_reason,
+        block_size=serving.drafter.block_size,
+        length_policy=serving.policy.name,
+    )
+
+
+def parameters_checksum(module: torch.nn.Module) -> str:
+    """Sha256 over names and bytes of all parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
