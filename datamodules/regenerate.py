@@ -173,7 +173,10 @@ def _plan(
             continue
         waiting.append((length, conversation.id, conversation))
     if not waiting and not report.already_done:
-        raise UserError(f"nothing to generate: all {report.total} prompts are longer than {cap} tokens")
+        raise UserError(
+            f"nothing to generate: all {report.total} prompts are longer than {cap} tokens; raise "
+            "data.max_prompt_tokens, lower max_new_tokens, or shorten the prompts"
+        )
     return [conversation for _, _, conversation in sorted(waiting, key=lambda item: item[:2])]
 
 

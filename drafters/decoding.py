@@ -102,7 +102,9 @@ class DecodingSession:
         else:
             self._generator.manual_seed(sampling.seed)
         self._target_cache = DynamicCache(config=target.config)
+        # raw target features in the pieces they came in; the first `_encoded` are in the drafter's context
         self._features: list[torch.Tensor] = []
+        self._encoded = 0
         self._context = ContextCache()
         self._context_owner: DFlashDrafter | None = None
 
@@ -164,13 +166,12 @@ class DecodingSession:
 
     def _draft_block(self, drafter: DFlashDrafter, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._context_owner is not drafter:
-            self._features = [torch.cat(self._features)]
-            self._context, self._context_owner = ContextCache(), drafter
-        have = self._context.length
-        if have < start:
-            missing = torch.cat(self._features)[have - start :] if have else self._features[0]
-            positions = torch.arange(have, start, device=missing.device)
-            self._context.append(drafter.context_key_values(missing, positions))
+            self._context, self._context_owner, self._encoded = ContextCache(), drafter, 0
+        if self._encoded < len(self._features):
+            new = torch.cat(self._features[self._encoded :])
+            positions = torch.arange(start - new.shape[0], start, device=new.device)
+            self._context.append(drafter.context_key_values(new, positions))
+            self._encoded = len(self._features)
         block = torch.full((drafter.block_size,), drafter.spec.mask_token_id)
         block[0] = self.tokens[start]
         embeddings_BH = self.target.embed(block.to(self.target.device))

@@ -258,7 +258,8 @@ class ServeConfig(Section):
 
     max_new_tokens: int = Field(64, ge=1)
     max_running: int = Field(2, ge=1, description="Requests interleaved at a time.")
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(0.0, ge=0, description="Sampling temperature of the traffic; 0 is greedy.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of serving; the trainer gets the rest.")
     spool_max_bytes: int = Field(8 * 2**20, ge=1024)
     spool_max_age_s: float = Field(5.0, gt=0)
 

@@ -6,9 +6,11 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import Logger
 
@@ -18,7 +20,7 @@ from drafters.objectives import LossSpec
 from lightning_modules.callbacks.finite_guard import FiniteGuard, RandomState
 from lightning_modules.callbacks.progress import PlainProgress
 from lightning_modules.optim import OptimSpec
-from pipeline.config import Config, FitConfig, LossConfig, OptimConfig
+from pipeline.config import Config, FitConfig, LossConfig, OnlineConfig, OptimConfig
 from pipeline.console import say
 from pipeline.hardware import resolve_precision
 
@@ -119,6 +121,25 @@ def stage_trainer(
     )
 
 
+def online_trainer(
+    directory: Path, settings: OnlineConfig, *, logger: Logger | bool, callbacks: Sequence[L.Callback]
+) -> L.Trainer:
+    """Trainer of online rounds: one epoch a round, its documents asked for anew; one process, since one reads the log."""
+    return make_trainer(
+        directory,
+        precision=settings.precision,
+        clip_norm=settings.optim.clip_norm,
+        accumulate=settings.accumulate,
+        checkpoint_every=settings.checkpoint_every,
+        logger=logger,
+        callbacks=callbacks,
+        max_epochs=settings.max_rounds or -1,
+        reload_dataloaders_every_n_epochs=1,
+        limit_val_batches=0,
+        devices=1,
+    )
+
+
 def resume_path(directory: Path, resume: bool) -> str | None:
     """The checkpoint to resume from.
 
@@ -135,6 +156,8 @@ def resume_path(directory: Path, resume: bool) -> str | None:
 
 def fit(trainer: L.Trainer, module: L.LightningModule, datamodule: Any, checkpoint: str | None) -> None:
     """`trainer.fit` with a readable refusal of a damaged or foreign checkpoint."""
+    if checkpoint is not None:
+        require_readable(checkpoint)
     try:
         trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
     except (RuntimeError, KeyError, EOFError) as error:
@@ -142,3 +165,18 @@ def fit(trainer: L.Trainer, module: L.LightningModule, datamodule: Any, checkpoi
             first_line = str(error).strip().splitlines()[0]
             raise UserError(f"{checkpoint}: does not fit this config ({first_line})") from error
         raise
+
+
+def require_readable(checkpoint: str) -> None:
+    """Refuse a checkpoint that was cut off or is none.
+
+    Raises:
+        UserError: naming the file.
+    """
+    try:
+        torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"{checkpoint}: not a readable checkpoint ({first_line}); remove it and run without --resume"
+        ) from None

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from datamodules.generation import stop_token_ids
 from drafters.checkpoint import LoadedDrafter, load_drafter
 from drafters.dflash import DFlashDrafter
 from drafters.dflash_config import choose_mask_token, drafter_config
@@ -34,7 +35,7 @@ from pipeline.tiny_target import write_tiny_target
 
 @dataclass(frozen=True)
 class TargetBundle:
-    """A loaded target with its tokenizer and the directory it came from."""
+    """A loaded target with its tokenizer, the directory it came from, and the tokens that end its responses."""
 
     target: Target
     tokenizer: Any
@@ -73,7 +74,7 @@ def load_target(config: Config, *, dtype: str | None = None) -> TargetBundle:
         tokenizer_hash=tokenizer_hash(tokenizer),
     )
     target = Target(model, identity, context_layer_ids(config, model.config.num_hidden_layers))
-    return TargetBundle(target, tokenizer, source, eos_token_ids(model, tokenizer))
+    return TargetBundle(target, tokenizer, source, stop_token_ids(model, tokenizer))
 
 
 def target_name(config: Config) -> str:
@@ -149,16 +150,6 @@ def fingerprint(directory: Path) -> str:
             handle.seek(max(0, size - 2**20))
             digest.update(handle.read(2**20))
     return digest.hexdigest()[:12]
-
-
-def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """End tokens of the generation config, else the tokenizer's."""
-    configured = model.generation_config.eos_token_id
-    if configured is None:
-        configured = tokenizer.eos_token_id
-    if configured is None:
-        return []
-    return [configured] if isinstance(configured, int) else list(configured)
 
 
 def context_layer_ids(config: Config, num_target_layers: int) -> list[int]:

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from datamodules.streaming import StreamingDataModule
-from drafters.checkpoint import save_drafter
+from drafters.checkpoint import save_drafter, verify_manifest
+from drafters.errors import UserError
 from drafters.packing import Document
 from lightning_modules.opd import OPDModule
 from pipeline.canary import CanaryVerdict, watch
 from pipeline.config import CanaryConfig
 from pipeline.console import say
 from pipeline.gate import Verdict
+from pipeline.registry import RegisteredVersion
 from pipeline.release import ReleaseDesk
 from pipeline.result import write_json
 from serving_bridge.server import DraftServer, SwapError
@@ -112,11 +114,8 @@ class OnlinePublisher:
         if champion is None:
             return
         checkpoint = self.desk.checkpoint(champion.version)
-        expected = json.loads((checkpoint / "manifest.json").read_text())["drafter_version"]
-        for server in self.servers:
-            if server.drafter_version != expected:
-                report = server.swap(checkpoint)
-                say(f"server brought from {report.old_version} to the champion {report.new_version}")
+        expected = drafter_version_of(checkpoint)
+        self._bring_back([s for s in self.servers if s.drafter_version != expected], checkpoint)
 
     def publish(self, module: OPDModule, datamodule: StreamingDataModule, round_index: int) -> None:
         """Settle one round; see `Publisher`."""
@@ -133,14 +132,21 @@ class OnlinePublisher:
             tags={"data_window": f"online round {round_index}, {counts.get('admitted', 0)} records"},
         )
         self.state.version = version
+        if champion is not None and champion.version == version and self._made_by(champion, round_index):
+            # a crash came between promotion and this: `reconcile` has seen to the servers
+            self._settle(
+                RoundOutcome(round_index, version, "champion", verdict.reason), verdict, None, counts
+            )
+            return
         if not verdict.accepted:
             self._settle(RoundOutcome(round_index, version, "refused", verdict.reason), verdict, None, counts)
             return
         self._enter("swap", round_index)
         reader = self.canary_reader() if self.canary_reader is not None and self.servers else None
         previous = None if champion is None else self.desk.checkpoint(champion.version)
+        checkpoint = self.desk.checkpoint(version)
         try:
-            self._swap_all(self.desk.checkpoint(version), previous)
+            self._swap_all(checkpoint, previous)
         except SwapError as error:
             self.desk.registry.refuse(version, f"swap failed: {error}")
             self._settle(RoundOutcome(round_index, version, "swap_failed", str(error)), verdict, None, counts)
@@ -150,15 +156,15 @@ class OnlinePublisher:
         if reader is not None and previous is not None:
             canary = watch(
                 reader,
-                self._version_name(round_index),
+                drafter_version_of(checkpoint),
                 previous,
                 self.desk.bundle,
                 self.canary,
                 should_stop=self.should_stop,
             )
             if not canary.passed:
-                self._swap_all(previous, None)
                 self.desk.registry.refuse(version, f"rolled back by the canary: {canary.reason}")
+                self._bring_back(self.servers, previous)
                 outcome = RoundOutcome(round_index, version, "rolled_back", canary.reason)
                 self._settle(outcome, verdict, canary, counts)
                 return
@@ -176,9 +182,31 @@ class OnlinePublisher:
                 say(f"swapped {report.old_version} → {report.new_version}, paused {report.pause_ms:.1f} ms")
         except SwapError:
             if previous is not None:
-                for server in swapped:
-                    server.swap(previous)
+                self._bring_back(swapped, previous)
             raise
+
+    def _bring_back(self, servers: Sequence[DraftServer], champion: Path) -> None:
+        """Swap servers to the champion, as many as will.
+
+        Raises:
+            UserError: for those that would not, after all were tried.
+        """
+        failures: list[SwapError] = []
+        for server in servers:
+            try:
+                report = server.swap(champion)
+            except SwapError as error:
+                failures.append(error)
+            else:
+                say(f"server brought from {report.old_version} to the champion {report.new_version}")
+        if failures:
+            raise UserError(
+                f"{len(failures)} of {len(servers)} servers cannot be brought to the champion: {failures[0]}; "
+                "repair or restart them, then continue with --resume"
+            )
+
+    def _made_by(self, version: RegisteredVersion, round_index: int) -> bool:
+        return version.tags.get("drafter_version") == self._version_name(round_index)
 
     def _version_name(self, round_index: int) -> str:
         return f"{self.name}-r{round_index + 1}"
@@ -214,3 +242,8 @@ class OnlinePublisher:
 
     def _save(self) -> None:
         write_json(self.state_path, asdict(self.state))
+
+
+def drafter_version_of(checkpoint: Path) -> str:
+    """The version that records of this checkpoint carry."""
+    return str(verify_manifest(checkpoint)["drafter_version"])

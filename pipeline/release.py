@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +16,7 @@ from drafters.replay import ReplayResult, replay, total_acceptance_length
 from pipeline.config import GateConfig
 from pipeline.gate import GatePolicy, Verdict, judge
 from pipeline.models import TargetBundle, load_drafter_for
-from pipeline.registry import Registry
+from pipeline.registry import RegisteredVersion, Registry
 
 
 def gate_policy(config: GateConfig, seed: int) -> GatePolicy:
@@ -65,6 +63,7 @@ class ReleaseDesk:
             version number and verdict. Promotion is the caller's, after swap and canary.
         """
         champion = self.registry.champion()
+        self._forget_replays(champion, directory, documents)
         if champion is not None:
             tags = {"parent_version": str(champion.version), **tags}
         challenger_results, finite = self._replay_checked(directory, documents)
@@ -74,8 +73,11 @@ class ReleaseDesk:
         if champion is not None and champion.version == version:
             return version, Verdict(False, f"version {version} is the champion already")
         self.registry.set_challenger(version)
+        champion_results = (
+            None if champion is None else self._replay(self.checkpoint(champion.version), documents)
+        )
         verdict = judge(
-            None if champion is None else self._replay(self.checkpoint(champion.version), documents),
+            champion_results,
             challenger_results,
             self.policy,
             weights_finite=finite,
@@ -86,20 +88,19 @@ class ReleaseDesk:
         return version, verdict
 
     def checkpoint(self, version: int) -> Path:
-        """A local copy of a registered version, downloaded once and verified."""
-        destination = self.workspace / f"version-{version}"
-        if not destination.is_dir():
-            self.workspace.mkdir(parents=True, exist_ok=True)
-            staging = Path(tempfile.mkdtemp(dir=self.workspace, prefix=".download-"))
-            try:
-                self.registry.download(version, staging / "drafter")
-                (staging / "drafter").rename(destination)
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
-        return destination
+        """A local copy of a registered version, downloaded once and verified at every call."""
+        return self.registry.download(version, self.workspace / f"version-{version}")
 
     def _reloads_equal(self, directory: Path, version: int) -> bool:
         return drafter_digest(self.checkpoint(version)) == drafter_digest(directory)
+
+    def _forget_replays(
+        self, champion: RegisteredVersion | None, directory: Path, documents: Sequence[Document]
+    ) -> None:
+        """Drop what this submission cannot ask for, so that a service of many rounds does not grow."""
+        digests = {drafter_digest(directory), champion.tags.get("drafter_digest") if champion else None}
+        names = {document.document_id for document in documents}
+        self._replays = {k: r for k, r in self._replays.items() if k[0] in digests and k[1] in names}
 
     def _replay_checked(
         self, directory: Path, documents: Sequence[Document]

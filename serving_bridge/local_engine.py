@@ -67,6 +67,8 @@ class LocalEngine:
         eos_ids: tokens that end a response.
         writer: where records go; None logs nothing. Never blocks serving.
         max_running: requests interleaved at a time; further ones wait in order.
+        threads: CPU threads of the serving thread alone; None leaves torch's default. A trainer in the same process should
+            take the rest: thread pools that together exceed the cores slow each other down by far more than their share.
 
     Raises:
         UserError: when the drafter belongs to another target.
@@ -81,14 +83,16 @@ class LocalEngine:
         eos_ids: Sequence[int],
         writer: LogWriter | None = None,
         max_running: int = 1,
+        threads: int | None = None,
     ) -> None:
         self.target = target
         self.eos_ids = list(eos_ids)
         self.writer = writer
         self.max_running = max_running
+        self.threads = threads
         self._policy = policy
-        self._directory = directory
         self._serving = self._load(directory)
+        self._swapping = threading.Lock()
         self._target_checksum = parameters_checksum(target.model)
         self._waiting: deque[tuple[Request, Future[Completion]]] = deque()
         self._wake = threading.Condition()
@@ -111,11 +115,23 @@ class LocalEngine:
         return future
 
     def swap(self, directory: Path) -> SwapReport:
-        """Serve another checkpoint from the next round of each request on; see `DraftServer`."""
+        """Serve another checkpoint from the next round of each request on; see `DraftServer`.
+
+        Its block size must be that of the drafter it replaces: records hold one block size for all rounds of a request.
+        """
+        with self._swapping:
+            return self._swap(directory)
+
+    def _swap(self, directory: Path) -> SwapReport:
         old = self._serving
         try:
             new = self._load(directory)
-        except (UserError, OSError) as error:
+            if new.drafter.block_size != old.drafter.block_size:
+                raise UserError(
+                    f"{directory}: has block size {new.drafter.block_size}, this engine serves {old.drafter.block_size}"
+                )
+        except Exception as error:
+            # whatever is wrong with a checkpoint, it must not end the service of the old one
             raise SwapError(f"swap refused, still serving {old.drafter_version}: {error}") from error
         started = time.perf_counter()
         self._serving = new
@@ -124,7 +140,6 @@ class LocalEngine:
         if target_checksum != self._target_checksum:
             self._serving = old
             raise SwapError("the target's weights changed during the swap; the old drafter is back")
-        self._directory = directory
         return SwapReport(
             old.drafter_version,
             new.drafter_version,
@@ -157,6 +172,9 @@ class LocalEngine:
         )
 
     def _serve(self) -> None:
+        if self.threads is not None:
+            # torch keeps the count per calling thread
+            torch.set_num_threads(self.threads)
         running: list[_Running] = []
         while True:
             with self._wake:

@@ -35,7 +35,9 @@ class PublishRounds(L.Callback):
         self.publisher = publisher
         self.checkpoint = checkpoint
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # not on_train_start: Lightning asks for the next round's batches before that, which waits for its records,
+        # and skips it altogether when the last round is done
         module, datamodule = _parts(trainer, pl_module)
         done = datamodule.stream.round_index
         if self.publisher.published_rounds < done:

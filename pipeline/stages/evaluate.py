@@ -67,10 +67,9 @@ def heldout_documents(stage: Stage) -> list[Document]:
     Raises:
         UserError: when the config names none.
     """
-    documents = load_documents(stage.config, "heldout", stage.bundle.target.identity)
-    if not documents:
+    if not stage.config.data.heldout:
         raise UserError("data.heldout: no held-out prompts to evaluate on")
-    return documents
+    return load_documents(stage.config, "heldout", stage.bundle.target.identity)
 
 
 def lossless_in_float32(

@@ -18,13 +18,13 @@ from lightning_modules.opd import OPDModule
 from pipeline.config import Config, OnlineConfig
 from pipeline.console import say
 from pipeline.corpus import train_and_validation
-from pipeline.fitting import CHECKPOINT, fit, loss_spec, make_trainer, optim_spec, resume_path
+from pipeline.fitting import CHECKPOINT, fit, loss_spec, online_trainer, optim_spec, resume_path
 from pipeline.models import load_drafter_for
 from pipeline.online import OnlinePublisher
 from pipeline.release import ReleaseDesk, gate_policy
 from pipeline.stages.context import Stage, open_stage, tracking_for
 from serving_bridge.server import DraftServer
-from serving_bridge.spool import SpoolReader, retain
+from serving_bridge.spool import SpoolError, SpoolReader, retain
 
 READER = "trainer"
 CANARY_READER = "canary"
@@ -49,7 +49,7 @@ def distill_online(
         servers: running servers to keep on the champion, given the stage (the embedded engine shares its target).
         should_stop: polled while waiting; SIGTERM stops as well.
     """
-    with open_stage(config, "online") as stage, stop_on_sigterm() as terminated:
+    with open_stage(config, "online") as stage, stop_on_sigterm() as terminated, spool_errors(spool):
         settings = config.online
         checkpoint = resume_path(stage.output, resume)
         if checkpoint is None and (stage.output / CHECKPOINT).exists():
@@ -99,17 +99,11 @@ def distill_online(
             should_stop=stopping,
         )
         publisher.reconcile()
-        trainer = make_trainer(
+        trainer = online_trainer(
             stage.output,
-            precision=settings.precision,
-            clip_norm=settings.optim.clip_norm,
-            accumulate=settings.accumulate,
-            checkpoint_every=settings.checkpoint_every,
+            settings,
             logger=tracking_for(config).lightning_logger(stage.tracked.run_id),
             callbacks=[PublishRounds(publisher, stage.output / CHECKPOINT), _Retention(spool)],
-            max_epochs=settings.max_rounds or -1,
-            reload_dataloaders_every_n_epochs=1,
-            limit_val_batches=0,
         )
         with stage.result.section("rounds"):
             fit(trainer, module, datamodule, checkpoint)
@@ -187,3 +181,16 @@ def stop_on_sigterm() -> Iterator[Callable[[], bool]]:
         yield flag.is_set
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def spool_errors(spool: Path) -> Iterator[None]:
+    """What the spool's own room raises, as errors for users."""
+    try:
+        yield
+    except SpoolError as error:
+        raise UserError(str(error)) from error
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        if error.filename is None or not Path(error.filename).is_relative_to(spool):
+            raise
+        raise UserError(f"--spool {spool}: cannot be used as a spool ({error})") from error

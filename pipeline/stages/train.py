@@ -7,9 +7,11 @@ from pathlib import Path
 import lightning as L
 
 from datamodules.offline import OfflineDataModule
+from drafters.dflash import DFlashDrafter
+from drafters.errors import UserError
 from lightning_modules.block_training import BlockTrainingModule
 from lightning_modules.callbacks.export import ExportBest
-from pipeline.config import Config
+from pipeline.config import Config, DrafterConfig
 from pipeline.console import say
 from pipeline.corpus import responses_directory, train_and_validation
 from pipeline.fitting import fit, loss_spec, optim_spec, packing_spec, resume_path, stage_trainer
@@ -34,7 +36,8 @@ def train_drafter(config: Config, *, resume: bool = False, warm_start: Path | No
         if warm_start is None:
             drafter = new_drafter(config, bundle)
         else:
-            drafter = load_drafter_for(warm_start, bundle, dtype=None).drafter.float().train()
+            drafter = load_drafter_for(warm_start, bundle).drafter.float().train()
+            require_same_shape(config.drafter, drafter, warm_start)
             stage.result.add_input(warm_start)
         settings = config.train
         say(
@@ -69,3 +72,17 @@ def train_drafter(config: Config, *, resume: bool = False, warm_start: Path | No
         }
         stage.result.add_output(directory)
         return directory
+
+
+def require_same_shape(wanted: DrafterConfig, drafter: DFlashDrafter, directory: Path) -> None:
+    """Refuse a warm start whose shape is not the configured one.
+
+    Raises:
+        UserError: naming the key.
+    """
+    found = {"num_layers": drafter.config.num_hidden_layers, "block_size": drafter.block_size}
+    for key, value in found.items():
+        if value != getattr(wanted, key):
+            raise UserError(
+                f"drafter.{key}: the config says {getattr(wanted, key)}, but --warm-start {directory} has {value}"
+            )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
@@ -15,12 +14,14 @@ import torch
 from datamodules.chat import render_prompt
 from datamodules.mixture import load_mixture
 from drafters.checkpoint import save_drafter
+from drafters.errors import UserError
 from drafters.packing import Document
 from drafters.replay import replay
+from drafters.verify import SamplingParams
 from pipeline.bootstrap import paired_bootstrap_ratio
 from pipeline.config import Config
 from pipeline.console import say, show_table
-from pipeline.corpus import source_specs, train_and_validation
+from pipeline.corpus import conversations, source_specs, train_and_validation
 from pipeline.measure import acceptance_summary
 from pipeline.models import TargetBundle, load_drafter_for, make_policy
 from pipeline.release import ReleaseDesk, gate_policy
@@ -37,6 +38,7 @@ from pipeline.stages.evaluate import (
 from pipeline.stages.length_head import fit_length_head
 from pipeline.stages.online import distill_online
 from pipeline.stages.regenerate import regenerate_responses
+from pipeline.stages.rerun import StageRunner
 from pipeline.stages.train import train_drafter
 from serving_bridge.local_engine import Completion, LocalEngine, Request
 from serving_bridge.spool import SpoolWriter
@@ -49,33 +51,59 @@ def run_whole(config: Config) -> Path:
     `<output>/result.json` holds the figures, `report.html` the plots; `drafter_offline/`, `drafter_online/`, `target/` and
     `heldout.jsonl` are kept so that anyone can recompute them.
     """
-    times: dict[str, float] = {}
+    check_whole(config)
+    runner = StageRunner(config)
+    output = config.output
+    runner.run("responses", lambda _: regenerate_responses(config))
+    runner.run("train", lambda resume: train_drafter(config, resume=resume))
+    trained, distilled = output / "train" / "drafter", output / "distill" / "drafter"
+    runner.run("distill", lambda resume: distill_offline(config, drafter=trained, resume=resume))
+    runner.run("length_head", lambda resume: fit_length_head(config, drafter=distilled, resume=resume))
+    offline = output / "length_head" / "drafter"
+    runner.run("deploy", lambda _: deploy_drafter(config, drafter=offline))
+    runner.run("online", lambda resume: serve_and_learn(config, resume=resume))
+    runner.run("evaluate", lambda _: evaluate_drafter(config, drafter=offline))
+    runner.run(".", lambda _: conclude(config, runner.seconds))
+    return write_report(config)
 
-    def timed(name: str, work: Any) -> Any:
-        started = time.monotonic()
-        value = work()
-        times[name] = time.monotonic() - started
-        return value
 
-    timed("regenerate", lambda: regenerate_responses(config))
-    trained = timed("train", lambda: train_drafter(config))
-    distilled = timed("distill", lambda: distill_offline(config, drafter=trained))
-    offline = timed("length_head", lambda: fit_length_head(config, drafter=distilled))
-    timed("deploy", lambda: deploy_drafter(config, drafter=offline))
-    timed("online", lambda: serve_and_learn(config))
-    return timed("evaluate", lambda: _conclude(config, times))
+def check_whole(config: Config) -> None:
+    """Refuse at the start what the run would need only near its end.
+
+    Raises:
+        UserError: naming the key.
+    """
+    if not config.traffic.sources:
+        raise UserError("traffic.sources: the whole run needs prompts to serve while it learns online")
+    load_mixture(source_specs(config.traffic.sources), seed=config.seed, limit=config.traffic.limit)
+    domains = sorted({conversation.domain for conversation in conversations(config, "heldout")})
+    if not domains:
+        raise UserError("data.heldout: the whole run needs held-out prompts to measure on")
+    if config.traffic.domain is not None and config.traffic.domain not in domains:
+        raise UserError(
+            f"traffic.domain: no held-out prompt has the domain {config.traffic.domain!r}; "
+            f"data.heldout has {', '.join(domains)}"
+        )
 
 
-def serve_and_learn(config: Config) -> Path:
+def serve_and_learn(config: Config, *, resume: bool = False) -> Path:
     """The embedded engine serves the traffic prompts while the online trainer follows its records."""
     spool = config.output / "spool"
     service = _Service(config, spool)
+    threads = torch.get_num_threads()
     try:
+        if config.serve.threads is not None:
+            torch.set_num_threads(max(1, threads - config.serve.threads))
         return distill_online(
-            config, spool=spool, servers=service.start, should_stop=lambda: service.traffic_over
+            config,
+            spool=spool,
+            resume=resume,
+            servers=service.start,
+            should_stop=lambda: service.traffic_over,
         )
     finally:
         service.stop()
+        torch.set_num_threads(threads)
 
 
 @dataclass
@@ -110,6 +138,7 @@ class _Service:
             eos_ids=bundle.eos_ids,
             writer=self.writer,
             max_running=config.serve.max_running,
+            threads=config.serve.threads,
         )
         self._users = threading.Thread(target=self._play, args=(bundle,), name="users", daemon=True)
         self._users.start()
@@ -128,9 +157,12 @@ class _Service:
         futures = [
             self.engine.submit(
                 Request(
-                    request_id=prompt.id,
+                    # not the prompt's own id: the same prompt may have been answered for training
+                    request_id=f"traffic/{prompt.id}",
+                    conversation_key=prompt.id,
                     prompt_ids=render_prompt(bundle.tokenizer, prompt.messages),
                     max_new_tokens=config.serve.max_new_tokens,
+                    sampling=SamplingParams(config.serve.temperature, seed=config.seed),
                     domain=prompt.domain,
                 )
             )
@@ -141,6 +173,8 @@ class _Service:
                 self.completions.append(future.result())
             except CancelledError:
                 return  # the engine stopped: the online rounds are over
+            except UserError as error:
+                say(f"a request failed: {error}")
             if number % 25 == 0 or number == len(futures):
                 say(f"served {number}/{len(futures)} requests, drafter {self.engine.drafter_version}")
         self.writer.flush(10.0)
@@ -152,8 +186,8 @@ class _Service:
             self.writer.close()
 
 
-def _conclude(config: Config, times: dict[str, float]) -> Path:
-    evaluate_drafter(config, drafter=config.output / "length_head" / "drafter")
+def conclude(config: Config, times: dict[str, float]) -> Path:
+    """The comparison before and after, the gate drill, and the lossless check over both drafters."""
     with open_stage(config, "run", ".") as stage:
         bundle = stage.bundle
         documents = heldout_documents(stage)
@@ -162,7 +196,9 @@ def _conclude(config: Config, times: dict[str, float]) -> Path:
         )
         champion = desk.registry.champion()
         assert champion is not None
-        offline = keep_copy(config.output / "drafter_offline", desk.checkpoint(1), bundle)
+        offline = keep_copy(
+            config.output / "drafter_offline", config.output / "length_head" / "drafter", bundle
+        )
         online = keep_copy(config.output / "drafter_online", desk.checkpoint(champion.version), bundle)
         with stage.result.section("gate_drill"):
             refused = gate_drill(stage, desk, online)
@@ -181,11 +217,11 @@ def _conclude(config: Config, times: dict[str, float]) -> Path:
             **comparison,
             "registry": {"model_name": desk.registry.model_name, "champion_version": champion.version},
             "gate": {"refused": refused},
-            "stage_seconds": times,
+            "stage_seconds": dict(times),
         }
         for path in (offline, online, config.output / "heldout.jsonl"):
             stage.result.add_output(path)
-    return write_report(config)
+        return stage.output
 
 
 def keep_copy(directory: Path, source: Path, bundle: TargetBundle) -> Path:

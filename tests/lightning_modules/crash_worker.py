@@ -1,0 +1,274 @@
+"""Training runs for the crash tests. Each takes place in a process of its own, which may kill itself with SIGKILL.
+
+The processes are forked from a server that has the heavy imports done, so that each costs a second or so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from datamodules.offline import OfflineDataModule
+from datamodules.packed_loader import PackingSpec
+from datamodules.streaming import StreamingDataModule, StreamSpec
+from drafters.packing import PackedBatch
+from lightning_modules.block_training import BlockTrainingModule
+from lightning_modules.callbacks.export import ExportBest
+from lightning_modules.callbacks.publish import PublishRounds
+from lightning_modules.opd import OPDModule
+from pipeline.config import FitConfig, OnlineConfig
+from pipeline.fitting import CHECKPOINT, fit, loss_spec, online_trainer, optim_spec, stage_trainer
+from serving_bridge.spool import SpoolReader, retain
+from tests.lightning_modules.training_samples import (
+    TARGET_ID,
+    make_documents,
+    make_drafter,
+    make_head,
+    make_target,
+)
+
+KILLED = -signal.SIGKILL
+PRELOAD = [
+    "lightning",
+    "pipeline.fitting",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+]
+
+
+def in_process(function: Callable[..., None], *arguments: Any) -> int | None:
+    """Run a function of an importable module in its own process and return the exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=function, args=arguments)
+    process.start()
+    process.join(100)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise AssertionError("the training process hangs")
+    return process.exitcode
+
+
+def kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillAt(L.Callback):
+    """Kills the process at a hook, when the number of batches begun in all is `batch`."""
+
+    def __init__(self, hook: str, batch: int) -> None:
+        self.hook, self.batch = hook, batch
+
+    def _reached(self, hook: str, trainer: L.Trainer) -> None:
+        if hook == self.hook and trainer.fit_loop.total_batch_idx + 1 == self.batch:
+            kill_myself()
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._reached("batch_start", trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._reached("validation_start", trainer)
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._reached("train_end", trainer)
+
+
+class FinalState(L.Callback):
+    """Writes everything that a resumed run must have in common with an uninterrupted one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        loader = trainer.train_dataloader
+        torch.save(
+            {
+                "weights": pl_module.state_dict(),
+                "optimizer": trainer.optimizers[0].state_dict(),
+                "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+                "random": torch.get_rng_state(),
+                "step": trainer.global_step,
+                "epoch": trainer.current_epoch,
+                "loader": loader.state_dict() if hasattr(loader, "state_dict") else None,
+            },
+            self.path,
+        )
+
+
+class NoisyTraining(BlockTrainingModule):
+    """Draws from torch's generator, so that a lost random state shows in the weights."""
+
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * (0.5 + torch.rand(()))
+
+
+class NoisyDistillation(OPDModule):
+    """The same for distillation."""
+
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * (0.5 + torch.rand(()))
+
+
+OFFLINE = FitConfig(
+    steps=11,
+    accumulate=1,
+    checkpoint_every=4,
+    validate_every=4,
+    precision="32-true",
+    optim={"lr": 1e-2, "warmup_steps": 3},
+)
+
+
+def run_offline(directory: Path, changes: dict[str, Any], kill: tuple[str, int] | None) -> None:
+    """Train, from `last.ckpt` if it is there, and write `final.pt`; four or five batches make an epoch."""
+    torch.set_num_threads(1)
+    settings = OFFLINE.model_copy(update=changes)
+    L.seed_everything(7, verbose=False)
+    target = make_target()
+    module = NoisyTraining(
+        make_drafter(target), target, loss_spec(settings.loss), optim_spec(settings.optim, settings.steps)
+    )
+    export = ExportBest(directory / "drafter", target.identity, "v1")
+    callbacks = [export, FinalState(directory / "final.pt"), *([KillAt(*kill)] if kill else [])]
+    checkpoint = directory / CHECKPOINT
+    trainer = stage_trainer(
+        directory, settings, logger=False, callbacks=callbacks, validate=bool(settings.validate_every < 100)
+    )
+    validation = make_documents(2, first=50) if settings.validate_every < 100 else []
+    data = OfflineDataModule(make_documents(14), validation, PackingSpec(48, 6, "random", 64), seed=3)
+    fit(trainer, module, data, str(checkpoint) if checkpoint.exists() else None)
+    (directory / "history.json").write_text(json.dumps(export.history))
+
+
+ONLINE = OnlineConfig(
+    trigger=4,
+    passes=2,
+    accumulate=2,
+    max_rounds=3,
+    idle_timeout_s=0.05,
+    poll_s=0.01,
+    checkpoint_every=2,
+    precision="32-true",
+    optim={"lr": 1e-2, "warmup_steps": 2, "schedule": "constant"},
+)
+STREAM = StreamSpec(
+    trigger=4,
+    passes=2,
+    holdout_fraction=0.25,
+    buffer_share=0.2,
+    max_age_rounds=2,
+    poll_s=0.01,
+    idle_timeout_s=0.05,
+)
+
+
+class FilePublisher:
+    """Appends what each round was made of to a file, then settles the round in another."""
+
+    def __init__(self, directory: Path, kill: tuple[str, int] | None) -> None:
+        self.published = directory / "published.jsonl"
+        self.settled = directory / "settled.txt"
+        self.kill = kill
+
+    @property
+    def published_rounds(self) -> int:
+        return len(self.settled.read_text().splitlines()) if self.settled.exists() else 0
+
+    def publish(self, module: OPDModule, datamodule: StreamingDataModule, round_index: int) -> None:
+        if self.kill == ("publish_start", round_index):
+            kill_myself()
+        torch.rand(3)  # a publisher that loads models draws from the generator too
+        stream = datamodule.stream
+        weights = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
+        line = {
+            "round": round_index,
+            "trained": [d.document_id for number, d in stream.buffer if number == round_index],
+            "held_out": [d.document_id for d in stream.holdout],
+            "counts": stream.counts,
+            "weights": hashlib.sha256(weights).hexdigest(),
+        }
+        with self.published.open("a") as handle:
+            handle.write(json.dumps(line) + "\n")
+        if self.kill == ("publish_middle", round_index):
+            kill_myself()
+        with self.settled.open("a") as handle:
+            handle.write(f"{round_index}\n")
+        if self.kill == ("publish_end", round_index):
+            kill_myself()
+
+
+class FragileStream(StreamingDataModule):
+    """Kills the process before the cursor of a round is committed, or in the middle of collecting one."""
+
+    kill: tuple[str, int] | None = None
+
+    def commit(self) -> None:
+        if self.kill == ("before_commit", self.stream.round_index - 1):
+            kill_myself()
+        super().commit()
+
+    def collect(self) -> bool:
+        if self.kill == ("collect", self.stream.round_index):
+            self.reader.seek(self.stream.cursor)
+            self.reader.read(3)
+            kill_myself()
+        return super().collect()
+
+
+class Retention(L.Callback):
+    def __init__(self, spool: Path) -> None:
+        self.spool = spool
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        retain(self.spool)
+
+
+def run_online(directory: Path, kill: tuple[str, int] | None) -> None:
+    """Online rounds over `<directory>/spool` until it is exhausted; writes `final.pt` and `stream.json`."""
+    torch.set_num_threads(1)
+    L.seed_everything(7, verbose=False)
+    target = make_target()
+    module = NoisyDistillation(
+        make_drafter(target),
+        target,
+        loss_spec(ONLINE.loss),
+        optim_spec(ONLINE.optim, None),
+        make_head(target),
+    )
+    spool = directory / "spool"
+    reader = SpoolReader(spool, "trainer")
+    reader.commit(reader.cursor)
+    data = FragileStream(
+        reader,
+        STREAM,
+        PackingSpec(1, 6, "rounds", 64),
+        target_id=TARGET_ID,
+        seed=5,
+        offline=make_documents(3, first=80),
+    )
+    data.kill = kill
+    checkpoint = directory / CHECKPOINT
+    callbacks: list[L.Callback] = [
+        PublishRounds(FilePublisher(directory, kill), checkpoint),
+        Retention(spool),
+        FinalState(directory / "final.pt"),
+    ]
+    if kill is not None:
+        callbacks.append(KillAt(*kill))
+    trainer = online_trainer(directory, ONLINE, logger=False, callbacks=callbacks)
+    fit(trainer, module, data, str(checkpoint) if checkpoint.exists() else None)
+    (directory / "stream.json").write_text(json.dumps(data.state_dict()))
+    torch.save(
+        {"weights": module.state_dict(), "epoch": trainer.current_epoch, "step": trainer.global_step},
+        directory / "end.pt",
+    )

@@ -1,0 +1,82 @@
+"""Killed with SIGKILL and resumed, an offline run ends bit for bit where an uninterrupted one does."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.checkpoint import drafter_digest
+from tests.lightning_modules.crash_worker import KILLED, in_process, run_offline
+
+Kill = tuple[str, int]
+
+
+def assert_same(found: Any, expected: Any, where: str = "state") -> None:
+    """Equality in every bit and type, naming the first place that differs."""
+    assert type(found) is type(expected), where
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected), f"{where} differs"
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            assert_same(a, b, f"{where}[{i}]")
+    else:
+        assert found == expected, f"{where}: {found} instead of {expected}"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def run(frozen: tuple[tuple[str, int], ...]) -> Path:
+        directory = tmp_path_factory.mktemp("uninterrupted")
+        assert in_process(run_offline, directory, dict(frozen), None) == 0
+        return directory
+
+    return lambda changes: run(tuple(changes.items()))
+
+
+# Batches per epoch: 5. Checkpoints fall on batches 4 and 8, or with accumulation 2 (3 steps an epoch, the last of a
+# single batch) on those given beside each case.
+CASES: dict[str, tuple[dict[str, int], list[Kill]]] = {
+    "right_after_a_checkpoint": ({}, [("batch_start", 5)]),
+    "between_checkpoints": ({}, [("batch_start", 7)]),
+    "twice": ({}, [("batch_start", 7), ("batch_start", 10)]),
+    "before_the_first_checkpoint": ({}, [("batch_start", 3)]),
+    "checkpoint_on_the_last_batch_of_an_epoch": ({"checkpoint_every": 5}, [("batch_start", 6)]),
+    "accumulating_after_a_checkpoint": ({"accumulate": 2}, [("batch_start", 8)]),
+    "accumulating_between_checkpoints": ({"accumulate": 2}, [("batch_start", 14)]),
+    # resumed behind batch 7, killed in the middle of the next accumulation
+    "accumulating_twice": ({"accumulate": 2}, [("batch_start", 9), ("batch_start", 9)]),
+    "accumulating_checkpoint_on_the_last_batch": (
+        {"accumulate": 2, "checkpoint_every": 3},
+        [("batch_start", 7), ("batch_start", 12)],
+    ),
+    "before_a_validation": ({}, [("validation_start", 8)]),
+    "without_validation": ({"validate_every": 1000}, [("batch_start", 7), ("train_end", 11)]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resume_is_bitwise(name: str, tmp_path: Path, uninterrupted: Any) -> None:
+    changes, kills = CASES[name]
+    expected = uninterrupted(changes)
+    for kill in kills:
+        assert in_process(run_offline, tmp_path, changes, kill) == KILLED
+    assert in_process(run_offline, tmp_path, changes, None) == 0
+    assert_same(
+        torch.load(tmp_path / "final.pt", weights_only=True),
+        torch.load(expected / "final.pt", weights_only=True),
+    )
+    assert drafter_digest(tmp_path / "drafter") == drafter_digest(expected / "drafter")
+    assert json.loads((tmp_path / "history.json").read_text()) == json.loads(
+        (expected / "history.json").read_text()
+    )
