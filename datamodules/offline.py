@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import lightning as L
 
@@ -12,15 +12,20 @@ from drafters.replay import REPLAY_TOKENS, iterate_packs
 
 
 class ReplayLoader:
-    """Validation packs of whole documents; each rank takes every `world_size`-th pack."""
+    """Validation packs of whole documents; each rank takes every `world_size`-th pack.
+
+    Ranks left without one get an empty pack, so that all take equally many steps.
+    """
 
     def __init__(self, documents: Sequence[Document], rank: int = 0, world_size: int = 1) -> None:
-        self.packs = list(iterate_packs(documents, REPLAY_TOKENS))[rank::world_size]
+        packs = list(iterate_packs(documents, REPLAY_TOKENS))
+        missing = -len(packs) % world_size
+        self.packs = [*packs, *([] for _ in range(missing))][rank::world_size]
 
     def __len__(self) -> int:
         return len(self.packs)
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[list[Document]]:
         return iter(self.packs)
 
 
@@ -53,9 +58,17 @@ class OfflineDataModule(L.LightningDataModule):
         return (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
 
     def train_dataloader(self) -> PackedLoader:
+        """As many batches as the trainer's steps need, in one go; a single epoch if it counts no steps."""
         rank, world_size = self._place()
+        trainer = self.trainer
+        steps = trainer.max_steps if trainer is not None else -1
         return PackedLoader(
-            self.train_documents, self.packing, seed=self.seed, rank=rank, world_size=world_size
+            self.train_documents,
+            self.packing,
+            seed=self.seed,
+            num_batches=steps * trainer.accumulate_grad_batches if trainer is not None and steps > 0 else None,
+            rank=rank,
+            world_size=world_size,
         )
 
     def val_dataloader(self) -> ReplayLoader | list[ReplayLoader]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from drafters.errors import UserError
-from drafters.packing import AnchorSource, Document, PackedBatch, pack_documents
+from drafters.packing import AnchorSource, Document, PackedBatch, anchor_candidates, pack_documents
 from drafters.replay import iterate_packs
 
 
@@ -42,7 +42,7 @@ def derived_generator(*parts: int) -> torch.Generator:
 
 
 class PackedLoader:
-    """Iterates packed batches of one epoch after the other; Lightning saves and restores its state.
+    """Iterates packed batches; Lightning saves and restores its position.
 
     Args:
         documents: training documents; those without a possible anchor are left out.
@@ -50,7 +50,9 @@ class PackedLoader:
         seed: everything random derives from it.
         passes: times every document is visited in one epoch, each pass in another order.
         epoch: first epoch.
-        rank, world_size: each rank takes every `world_size`-th batch; all ranks take equally many.
+        num_batches: length of one iteration, which runs on from epoch to epoch; None ends it with the epoch. Epochs need not
+            have equally many batches, which Lightning would expect of its own.
+        rank, world_size: each rank takes every `world_size`-th batch of an epoch; all ranks take equally many.
 
     Raises:
         UserError: when no document has an anchor.
@@ -64,11 +66,12 @@ class PackedLoader:
         seed: int,
         passes: int = 1,
         epoch: int = 0,
+        num_batches: int | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         cut = [document.truncated(spec.max_length) for document in documents]
-        self.documents = [document for document in cut if document.anchor_positions()]
+        self.documents = [d for d in cut if anchor_candidates(d, spec.anchor_source)]
         if not self.documents:
             raise UserError(
                 f"data: none of the {len(documents)} documents has two response tokens in a row "
@@ -79,47 +82,50 @@ class PackedLoader:
         self.passes = passes
         self.epoch = epoch
         self.next_batch = 0
+        self.num_batches = num_batches
         self.rank = rank
         self.world_size = world_size
 
     def plan(self, epoch: int) -> list[list[int]]:
         """Document indices of each batch of an epoch, for all ranks together."""
         batches: list[list[int]] = []
-        index_of = {document.document_id: i for i, document in enumerate(self.documents)}
         for sweep in range(self.passes):
             order = torch.randperm(
                 len(self.documents), generator=derived_generator(self.seed, epoch, sweep)
             ).tolist()
-            shuffled = [self.documents[i] for i in order]
-            for pack in iterate_packs(shuffled, self.spec.row_tokens):
-                batches.append([index_of[document.document_id] for document in pack])
+            for pack in iterate_packs([self.documents[i] for i in order], self.spec.row_tokens):
+                batches.append(order[: len(pack)])
+                order = order[len(pack) :]
         return batches
 
     def _per_rank(self, num_batches: int) -> int:
         return max(1, num_batches // self.world_size)
 
     def __len__(self) -> int:
-        return self._per_rank(len(self.plan(self.epoch)))
+        return self.num_batches or self._per_rank(len(self.plan(self.epoch)))
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        plan = self.plan(self.epoch)
-        while self.next_batch < self._per_rank(len(plan)):
-            index = (self.next_batch * self.world_size + self.rank) % len(plan)
-            self.next_batch += 1
-            yield pack_documents(
-                [self.documents[i] for i in plan[index]],
-                anchors_per_document=self.spec.anchors_per_document,
-                anchor_source=self.spec.anchor_source,
-                generator=derived_generator(self.seed, self.epoch, 1_000_000 + index),
-            )
-        self.epoch += 1
-        self.next_batch = 0
+        while True:
+            plan = self.plan(self.epoch)
+            while self.next_batch < self._per_rank(len(plan)):
+                index = (self.next_batch * self.world_size + self.rank) % len(plan)
+                self.next_batch += 1
+                yield pack_documents(
+                    [self.documents[i] for i in plan[index]],
+                    anchors_per_document=self.spec.anchors_per_document,
+                    anchor_source=self.spec.anchor_source,
+                    generator=derived_generator(self.seed, self.epoch, 1_000_000 + index),
+                )
+            self.epoch += 1
+            self.next_batch = 0
+            if self.num_batches is None:
+                return
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch comes from."""
         return {"epoch": self.epoch, "next_batch": self.next_batch}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict`."""
-        self.epoch = state["epoch"]
-        self.next_batch = state["next_batch"]
+        self.epoch = state_dict["epoch"]
+        self.next_batch = state_dict["next_batch"]

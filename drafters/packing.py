@@ -99,6 +99,14 @@ class PackedBatch:
         )
 
 
+def anchor_candidates(document: Document, source: AnchorSource) -> list[int]:
+    """Positions that `source` may choose anchors from, sorted; see `choose_anchors`."""
+    candidates = document.anchor_positions()
+    if source == "rounds" and document.round_starts is not None:
+        candidates = sorted(set(candidates) & set(document.round_starts))
+    return candidates
+
+
 def choose_anchors(
     document: Document,
     count: int,
@@ -115,13 +123,8 @@ def choose_anchors(
             whose rounds are unknown; `all` takes every candidate.
         generator: source of randomness; None uses torch's global one.
     """
-    candidates = document.anchor_positions()
-    if source == "all":
-        return candidates
-    if source == "rounds" and document.round_starts is not None:
-        allowed = set(candidates)
-        candidates = sorted({start for start in document.round_starts if start in allowed})
-    if len(candidates) <= count:
+    candidates = anchor_candidates(document, source)
+    if source == "all" or len(candidates) <= count:
         return candidates
     order = torch.randperm(len(candidates), generator=generator)[:count].tolist()
     return sorted(candidates[i] for i in order)

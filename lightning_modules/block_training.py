@@ -9,6 +9,7 @@ import torch
 
 from drafters.block_loss import BlockLoss, BlockTargets, accepted_prefix, block_loss
 from drafters.dflash import DFlashDrafter
+from drafters.feature_cache import FeatureCache
 from drafters.fill import FilledBlocks, fill_blocks
 from drafters.objectives import LossSpec
 from drafters.packing import Document, PackedBatch
@@ -28,6 +29,7 @@ class BlockTrainingModule(L.LightningModule):
         target: gives features, embeddings, head and (for distillation) its distributions.
         loss: the objective.
         optim: optimizer and schedule.
+        feature_cache_bytes: memory for the target's outputs; 0 computes them anew at every step.
         teacher_labels: take hard labels from the target's argmax instead of the served tokens. Needed
             when responses were sampled; for greedy responses the two are the same up to float ties.
     """
@@ -40,6 +42,7 @@ class BlockTrainingModule(L.LightningModule):
         optim: OptimSpec,
         *,
         teacher_labels: bool = False,
+        feature_cache_bytes: int = 0,
     ) -> None:
         super().__init__()
         self.drafter = drafter
@@ -47,6 +50,7 @@ class BlockTrainingModule(L.LightningModule):
         self.loss_spec = loss
         self.optim_spec = optim
         self.teacher_labels = teacher_labels or loss.needs_teacher
+        self.features = FeatureCache(target, feature_cache_bytes) if feature_cache_bytes else None
         self.acceptance = AcceptanceLength(drafter.block_size)
 
     def on_fit_start(self) -> None:
@@ -54,7 +58,10 @@ class BlockTrainingModule(L.LightningModule):
 
     def block_step(self, batch: PackedBatch) -> tuple[BlockLoss, BlockTargets, FilledBlocks]:
         """Loss, targets and drafted blocks of one batch."""
-        output = self.target.forward_packed(batch.input_ids_T, batch.position_ids_T)
+        if self.features is not None:
+            output = self.features.forward(batch)
+        else:
+            output = self.target.forward_packed(batch.input_ids_T, batch.position_ids_T)
         filled = fill_blocks(self.drafter, self.target, batch, output.features_TC)
         targets = BlockTargets.from_layout(batch, filled.layout)
         loss = block_loss(

@@ -30,8 +30,12 @@ class OPDModule(BlockTrainingModule):
         loss: LossSpec,
         optim: OptimSpec,
         length_head: LengthHead | None = None,
+        *,
+        feature_cache_bytes: int = 0,
     ) -> None:
-        super().__init__(drafter, target, loss, optim, teacher_labels=True)
+        super().__init__(
+            drafter, target, loss, optim, teacher_labels=True, feature_cache_bytes=feature_cache_bytes
+        )
         self.length_head = length_head
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:

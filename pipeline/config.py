@@ -48,7 +48,9 @@ class TargetConfig(Section):
         description="HF directory or hub name; `package:NAME` takes the GGUF file inside an installed package; "
         "`tiny:llama` and `tiny:qwen3` make a small random model on the spot (tests)."
     )
-    revision: str = Field("main", description="Hub revision; recorded in every checkpoint.")
+    revision: str = Field(
+        "main", description="Hub revision; a local directory is told apart by a fingerprint of its files."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where this machine multiplies it faster than float32."
     )
@@ -60,7 +62,7 @@ class TargetConfig(Section):
 class DrafterConfig(Section):
     """Architecture and starting weights."""
 
-    family: Literal["dflash"] = "dflash"
+    family: Literal["dflash"] = Field("dflash", description="Drafter family; the only one so far.")
     num_layers: int = Field(4, ge=1, description="Drafter layers.")
     block_size: int = Field(
         8, ge=2, le=64, description="Slots per block, anchor included: B drafts B-1 tokens."
@@ -79,9 +81,9 @@ class SourceConfig(Section):
 
     path: Path | None = Field(None, description="JSONL with `messages`, `turns` or ShareGPT `conversations`.")
     dataset: str | None = Field(None, description="Name for datasets.load_dataset.")
-    dataset_config: str | None = None
-    split: str = "train"
-    domain: str | None = Field(None, description="Domain tag for rows that carry none.")
+    dataset_config: str | None = Field(None, description="Configuration of the dataset, if it has several.")
+    split: str = Field("train", description="Split of the dataset.")
+    domain: str | None = Field(None, description="Domain of all rows; null takes each row's own.")
     weight: float = Field(1.0, gt=0, description="Share in the mixture.")
     limit: int | None = Field(None, ge=1, description="Most rows to take.")
 
@@ -98,9 +100,11 @@ class DataConfig(Section):
     train: list[SourceConfig] = Field(min_length=1, description="Weighted mixture of prompt sources.")
     heldout: list[SourceConfig] = Field(
         default_factory=list,
-        description="Held-out prompts; empty splits `val_fraction` off the mixture by hash.",
+        description="Prompts to report on; they decide nothing. `evaluate` and `run` need them.",
     )
-    val_fraction: float = Field(0.05, ge=0, lt=1)
+    val_fraction: float = Field(
+        0.05, ge=0, lt=1, description="Share of training prompts kept for validation and the gate, by hash."
+    )
     val_domains: list[str] | None = Field(
         None,
         description="Domains validated while training offline; null takes those of the training mixture.",
@@ -114,36 +118,49 @@ class DataConfig(Section):
 class RegenerateConfig(Section):
     """Responses of the target to the prompts."""
 
-    max_new_tokens: int = Field(256, ge=2)
-    batch_size: int = Field(16, ge=1)
-    temperature: float = Field(0.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    max_new_tokens: int = Field(256, ge=2, description="Longest answer to a training prompt.")
+    batch_size: int = Field(16, ge=1, description="Prompts answered at a time.")
+    temperature: float = Field(
+        0.0, ge=0, description="Of the training answers; 0 is greedy. Held-out ones are always greedy."
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus of the sampling; 1 switches it off.")
+    top_k: int = Field(0, ge=0, description="Most likely tokens to sample from; 0 takes all.")
     truncated: Literal["keep", "drop"] = Field("keep", description="Responses cut by max_new_tokens.")
 
 
 class LossConfig(Section):
     """Objective; see docs/concepts.md for the formulas and the traps of each clip mode."""
 
-    objective: Literal["ce", "opd", "osd"] = "ce"
+    objective: Literal["ce", "opd", "osd"] = Field(
+        "ce",
+        description="ce: hard cross-entropy; opd: hard label and clipped reverse KL; osd: forward KL.",
+    )
     alpha: float = Field(0.8, ge=0, le=1, description="Share of the hard label in opd.")
     delta: float = Field(0.01, gt=0, description="Clipping threshold, nats.")
-    clip: Literal["entry", "position", "position_normalised", "bounded", "none"] = "bounded"
-    temperature: float = Field(1.0, gt=0)
-    weighting: Literal["exponential", "uniform", "survival"] = "exponential"
+    clip: Literal["entry", "position", "position_normalised", "bounded", "none"] = Field(
+        "bounded", description="How opd clips its reverse KL at `delta`."
+    )
+    temperature: float = Field(1.0, gt=0, description="Softens both sides of the reverse KL in opd.")
+    weighting: Literal["exponential", "uniform", "survival"] = Field(
+        "exponential", description="Slots by distance, alike, or by the chance that serving reaches them."
+    )
     decay: float | None = Field(None, gt=0, description="Decay in slots; null means block_size / 2.")
-    survival_floor: float = Field(0.3, ge=0, lt=1)
+    survival_floor: float = Field(
+        0.3, ge=0, lt=1, description="ε of `survival`: keeps late slots learning while early ones still fail."
+    )
 
 
 class OptimConfig(Section):
     """AdamW."""
 
-    lr: float = Field(3e-4, gt=0)
+    lr: float = Field(3e-4, gt=0, description="Peak learning rate of the drafter.")
     head_lr: float = Field(2e-4, gt=0, description="Length head's own rate.")
-    weight_decay: float = Field(0.01, ge=0)
-    warmup_steps: int = Field(20, ge=0)
-    schedule: Literal["constant", "cosine"] = "cosine"
-    clip_norm: float = Field(1.0, gt=0)
+    weight_decay: float = Field(0.01, ge=0, description="On matrices; norms and biases are not decayed.")
+    warmup_steps: int = Field(20, ge=0, description="Optimizer steps of linear warm-up.")
+    schedule: Literal["constant", "cosine"] = Field(
+        "cosine", description="After the warm-up: constant, or down to zero at the last step."
+    )
+    clip_norm: float = Field(1.0, gt=0, description="Largest norm of the gradient.")
 
 
 class FitConfig(Section):
@@ -152,29 +169,44 @@ class FitConfig(Section):
     steps: int = Field(1000, ge=1, description="Optimizer steps.")
     max_minutes: float | None = Field(None, gt=0, description="Stop after this long, whatever the step.")
     accumulate: int = Field(1, ge=1, description="Batches per optimizer step.")
-    anchors_per_document: int = Field(64, ge=1)
-    anchor_source: Literal["random", "rounds"] = "random"
+    anchors_per_document: int = Field(64, ge=1, description="Most blocks trained in a document at a visit.")
+    anchor_source: Literal["random", "rounds"] = Field(
+        "random", description="Where blocks begin: anywhere, or where serving begins its rounds."
+    )
     loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()
     validate_every: int = Field(200, ge=1, description="Steps between replays of the validation documents.")
     checkpoint_every: int = Field(200, ge=1, description="Steps between resumable checkpoints.")
-    precision: Literal["auto", "32-true", "bf16-mixed"] = "auto"
+    feature_cache_mib: int = Field(
+        0,
+        ge=0,
+        description="Memory for the target's states of training documents, kept between epochs; 0 keeps none.",
+    )
+    precision: Literal["auto", "32-true", "bf16-mixed"] = Field(
+        "auto", description="auto: bf16-mixed where this machine multiplies bfloat16 faster than float32."
+    )
 
 
 class LengthHeadConfig(FitConfig):
-    """The length head's fit."""
+    """The length head's fit. `loss` and `validate_every` have no effect here."""
 
-    width: int = Field(128, ge=1)
-    features: Literal["hidden", "embedding"] = "hidden"
+    width: int = Field(128, ge=1, description="Width of the head's hidden layer.")
+    features: Literal["hidden", "embedding"] = Field(
+        "hidden", description="What the head reads: the drafter's final hidden states, or its input."
+    )
 
 
 class PolicyConfig(Section):
     """Length policy of serving."""
 
-    name: Literal["fixed", "adaflash"] = "adaflash"
+    name: Literal["fixed", "adaflash"] = Field(
+        "adaflash", description="fixed: one length; adaflash: the length head, whole blocks without one."
+    )
     length: int | None = Field(None, ge=1, description="verify_len of `fixed`; null verifies whole blocks.")
-    gamma: float = Field(1.0, gt=0)
-    gamma_by_load: dict[int, float] = Field(default_factory=dict, description="Running requests → γ.")
+    gamma: float = Field(1.0, gt=0, description="γ of adaflash: scales the predicted length.")
+    gamma_by_load: dict[int, float] = Field(
+        default_factory=dict, description="From this many running requests on → γ."
+    )
     off_below_load: int = Field(
         0, ge=0, description="Below this many running requests the head is not asked."
     )
@@ -183,7 +215,7 @@ class PolicyConfig(Section):
 class EvaluateConfig(Section):
     """Held-out evaluation and the lossless check."""
 
-    max_new_tokens: int = Field(64, ge=2)
+    max_new_tokens: int = Field(64, ge=2, description="Longest answer to a held-out prompt.")
     lossless_prompts: int = Field(20, ge=0, description="Prompts decoded in fp32 against AR, per policy.")
     speed_prompts: int = Field(
         6, ge=0, description="Prompts timed for tokens/s of AR and speculative decoding."
@@ -197,7 +229,7 @@ class TrackingConfig(Section):
     uri: str | None = Field(
         None, description="Tracking URI; null keeps a SQLite file in the output directory."
     )
-    experiment: str = "draftsmith"
+    experiment: str = Field("draftsmith", description="MLflow experiment that runs are logged to.")
     model_name: str | None = Field(
         None, description="Registered model; null derives it from target and family."
     )
@@ -217,32 +249,47 @@ class OnlineConfig(Section):
 
     trigger: int = Field(128, ge=1, description="Fresh training records that start a round.")
     passes: int = Field(2, ge=1, description="Times each document is visited in a round.")
-    accumulate: int = Field(2, ge=1)
-    max_length: int = Field(2048, ge=8)
+    accumulate: int = Field(2, ge=1, description="Documents per optimizer step.")
+    max_length: int = Field(2048, ge=8, description="Records are cut to this many tokens.")
     max_rounds: int | None = Field(None, ge=1, description="Stop after this many rounds; null goes on.")
     idle_timeout_s: float | None = Field(None, gt=0, description="Stop when no record came for this long.")
-    poll_s: float = Field(1.0, gt=0)
+    poll_s: float = Field(1.0, gt=0, description="Wait between looks at an empty spool.")
     holdout_fraction: float = Field(0.15, gt=0, lt=1, description="Conversations kept for the gate, by hash.")
     holdout_capacity: int = Field(256, ge=1, description="Most recent held-out records judged by the gate.")
     max_record_age_s: float | None = Field(
         None, gt=0, description="Skip records this much older than the newest one; null keeps all."
     )
-    anchors_per_document: int = Field(64, ge=1)
-    anchor_source: Literal["random", "rounds"] = "rounds"
+    anchors_per_document: int = Field(64, ge=1, description="Most blocks trained in a document at a visit.")
+    anchor_source: Literal["random", "rounds"] = Field(
+        "rounds", description="Where blocks begin: anywhere, or where serving begins its rounds."
+    )
     loss: LossConfig = LossConfig(objective="opd")
     optim: OptimConfig = OptimConfig(schedule="constant", warmup_steps=10)
     replay_buffer: ReplayBufferConfig = ReplayBufferConfig()
-    checkpoint_every: int = Field(50, ge=1)
-    precision: Literal["auto", "32-true", "bf16-mixed"] = "auto"
+    checkpoint_every: int = Field(
+        50, ge=1, description="Steps between checkpoints inside a round; its end always makes one."
+    )
+    feature_cache_mib: int = Field(
+        0,
+        ge=0,
+        description="Memory for the target's states of a run's documents, kept between passes; 0 keeps none.",
+    )
+    precision: Literal["auto", "32-true", "bf16-mixed"] = Field(
+        "auto", description="auto: bf16-mixed where this machine multiplies bfloat16 faster than float32."
+    )
 
 
 class GateConfig(Section):
     """When a challenger becomes champion."""
 
-    confidence: float = Field(0.95, gt=0.5, lt=1)
-    min_documents: int = Field(16, ge=2)
-    max_domain_drop: float = Field(0.05, ge=0, lt=1, description="Relative τ drop allowed in any domain.")
-    bootstrap_samples: int = Field(2000, ge=100)
+    confidence: float = Field(
+        0.95, gt=0.5, lt=1, description="Of the one-sided lower bound that the gain in τ must keep above 0."
+    )
+    min_documents: int = Field(16, ge=2, description="Held-out documents without which nothing is judged.")
+    max_domain_drop: float = Field(
+        0.05, ge=0, lt=1, description="Relative τ drop allowed in a domain of at least 8 documents."
+    )
+    bootstrap_samples: int = Field(2000, ge=100, description="Resamples of the paired bootstrap.")
 
 
 class CanaryConfig(Section):
@@ -256,19 +303,21 @@ class CanaryConfig(Section):
 class ServeConfig(Section):
     """The embedded engine."""
 
-    max_new_tokens: int = Field(64, ge=1)
+    max_new_tokens: int = Field(64, ge=1, description="Longest answer to a traffic prompt.")
     max_running: int = Field(2, ge=1, description="Requests interleaved at a time.")
     temperature: float = Field(0.0, ge=0, description="Sampling temperature of the traffic; 0 is greedy.")
     threads: int | None = Field(None, ge=1, description="CPU threads of serving; the trainer gets the rest.")
-    spool_max_bytes: int = Field(8 * 2**20, ge=1024)
-    spool_max_age_s: float = Field(5.0, gt=0)
+    spool_max_bytes: int = Field(8 * 2**20, ge=1024, description="Size at which a spool segment is sealed.")
+    spool_max_age_s: float = Field(
+        5.0, gt=0, description="Age at which a spool segment is sealed, so that readers see its records."
+    )
 
 
 class TrafficConfig(Section):
     """Prompts that the whole-loop run sends to the embedded engine."""
 
-    sources: list[SourceConfig] = Field(default_factory=list)
-    limit: int | None = Field(None, ge=1)
+    sources: list[SourceConfig] = Field(default_factory=list, description="Prompts of the traffic.")
+    limit: int | None = Field(None, ge=1, description="Most requests in all.")
     domain: str | None = Field(None, description="Domain whose held-out τ is reported before and after.")
 
 
@@ -277,7 +326,7 @@ class Config(Section):
 
     name: str = Field("run", description="Run name in MLflow.")
     output: Path = Field(Path("outputs/run"), description="Directory of all results.")
-    seed: int = 0
+    seed: int = Field(0, description="Of everything random: order, anchors, initial weights, sampling.")
     threads: int | None = Field(None, ge=1, description="CPU threads; null leaves torch's default.")
     target: TargetConfig
     drafter: DrafterConfig = DrafterConfig()

@@ -19,8 +19,11 @@ _BOUNDS = {
 _INTRODUCTION = """\
 # Configuration reference
 
-Every key of the YAML files, as `--set KEY=VALUE` takes it. `N` is the index of a list item, from 0. This page is
-printed by `draftsmith config schema --markdown`.
+This page is generated. To change it, edit the descriptions in `pipeline/config.py`, then run
+`draftsmith config schema --markdown > docs/config.md`.
+
+Every key of the YAML files, as `--set KEY=VALUE` takes it. `N` is the index of a list item, from 0. A key that is left
+out keeps the default shown. [Concepts](concepts.md) explains the terms.
 """
 
 
@@ -59,7 +62,7 @@ def markdown_reference() -> str:
         if section:
             about = _resolve(schema["properties"][name], schema["$defs"]).get("description", "")
             parts += [f"## {name}\n", f"{about}\n", _table(section)]
-    return "\n".join(parts)
+    return "\n".join(parts).rstrip("\n")
 
 
 def _walk(section: Schema, definitions: Schema, prefix: str, defaults: Mapping[str, Any]) -> Iterator[KeyRow]:

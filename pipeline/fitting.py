@@ -11,14 +11,15 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import Logger
 
 from datamodules.packed_loader import PackingSpec
 from drafters.errors import UserError
 from drafters.objectives import LossSpec
-from lightning_modules.callbacks.finite_guard import FiniteGuard, RandomState
+from lightning_modules.callbacks.finite_guard import FiniteGuard
 from lightning_modules.callbacks.progress import PlainProgress
+from lightning_modules.callbacks.resume import AtomicCheckpointIO, RandomState, StepCheckpoint
 from lightning_modules.optim import OptimSpec
 from pipeline.config import Config, FitConfig, LossConfig, OnlineConfig, OptimConfig
 from pipeline.console import say
@@ -69,15 +70,6 @@ def make_trainer(
     directory.mkdir(parents=True, exist_ok=True)
     interactive = sys.stdout.isatty()
     progress: L.Callback = RichProgressBar() if interactive else PlainProgress(say)
-    resumable = ModelCheckpoint(
-        dirpath=directory,
-        filename=CHECKPOINT.removesuffix(".ckpt"),
-        every_n_train_steps=checkpoint_every,
-        save_top_k=1,
-        monitor=None,
-        enable_version_counter=False,
-        save_on_train_epoch_end=False,
-    )
     return L.Trainer(
         accelerator="auto",
         precision=cast(Any, resolve_precision(precision)),
@@ -85,7 +77,14 @@ def make_trainer(
         accumulate_grad_batches=accumulate,
         logger=logger,
         log_every_n_steps=10,
-        callbacks=[FiniteGuard(), RandomState(), progress, *callbacks, resumable],
+        callbacks=[
+            FiniteGuard(),
+            RandomState(),
+            progress,
+            *callbacks,
+            StepCheckpoint(directory / CHECKPOINT, checkpoint_every),
+        ],
+        plugins=[AtomicCheckpointIO()],
         enable_progress_bar=interactive,
         enable_model_summary=False,
         num_sanity_val_steps=0,

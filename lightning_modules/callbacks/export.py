@@ -52,7 +52,8 @@ class ExportBest(L.Callback):
             self.best = float(value)
             self._export(trainer, pl_module)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # not on_train_end: that is left out when a run resumes with all its steps done
         if not self.history:
             self._export(trainer, pl_module)
 

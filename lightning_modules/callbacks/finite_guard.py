@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning as L
 import torch
 from torch.optim import Optimizer
@@ -40,13 +38,3 @@ class FiniteGuard(L.Callback):
                 f"training stopped at step {trainer.global_step}: the gradient of {name} is not finite; lower "
                 "the learning rate (optim.lr); earlier checkpoints and exports are intact"
             )
-
-
-class RandomState(L.Callback):
-    """Keeps torch's CPU random state in the checkpoint, so that a resumed run draws what the uninterrupted one would."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"torch": torch.get_rng_state()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        torch.set_rng_state(state_dict["torch"])

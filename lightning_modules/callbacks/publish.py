@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 import lightning as L
+import torch
 
 from datamodules.streaming import StreamingDataModule
 from lightning_modules.opd import OPDModule
@@ -41,7 +42,7 @@ class PublishRounds(L.Callback):
         module, datamodule = _parts(trainer, pl_module)
         done = datamodule.stream.round_index
         if self.publisher.published_rounds < done:
-            self.publisher.publish(module, datamodule, done - 1)
+            self._publish(module, datamodule, done - 1)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         module, datamodule = _parts(trainer, pl_module)
@@ -49,9 +50,15 @@ class PublishRounds(L.Callback):
             return
         finished = datamodule.stream.round_index
         datamodule.finish_round()
-        trainer.save_checkpoint(self.checkpoint)
+        trainer.save_checkpoint(self.checkpoint, weights_only=False)
         datamodule.commit()
-        self.publisher.publish(module, datamodule, finished)
+        self._publish(module, datamodule, finished)
+
+    def _publish(self, module: OPDModule, datamodule: StreamingDataModule, round_index: int) -> None:
+        # publishing builds models, which draws random numbers, and is not repeated once it is settled: training must
+        # not depend on it
+        with torch.random.fork_rng(devices=[]):
+            self.publisher.publish(module, datamodule, round_index)
 
 
 def _parts(trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[OPDModule, StreamingDataModule]:

@@ -44,6 +44,7 @@ def distill_offline(config: Config, *, drafter: Path, resume: bool = False) -> P
             bundle.target,
             loss_spec(settings.loss),
             optim_spec(settings.optim, settings.steps),
+            feature_cache_bytes=settings.feature_cache_mib * 2**20,
         )
         directory = stage.output / "drafter"
         export = ExportBest(

@@ -75,6 +75,7 @@ def distill_online(
             loss_spec(settings.loss),
             optim_spec(settings.optim, None),
             loaded.length_head.train() if loaded.length_head is not None else None,
+            feature_cache_bytes=settings.feature_cache_mib * 2**20,
         )
         reader = SpoolReader(spool, READER)
         reader.commit(reader.cursor)

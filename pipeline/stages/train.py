@@ -50,6 +50,7 @@ def train_drafter(config: Config, *, resume: bool = False, warm_start: Path | No
             loss_spec(settings.loss),
             optim_spec(settings.optim, settings.steps),
             teacher_labels=config.regenerate.temperature > 0,
+            feature_cache_bytes=settings.feature_cache_mib * 2**20,
         )
         directory = stage.output / "drafter"
         export = ExportBest(directory, bundle.target.identity, f"{config.name}-train")

@@ -11,9 +11,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from drafters.block_loss import BlockTargets, block_loss
 from drafters.blocks import attention_groups, build_blocks
 from drafters.dflash import DFlashDrafter
 from drafters.fill import fill_blocks
+from drafters.objectives import LossSpec
 from drafters.packing import Document, PackedBatch, pack_documents
 from drafters.target import Target
 
@@ -137,7 +139,20 @@ def test_a_pack_equals_one_document_at_a_time(setup: Setup) -> None:
         first += len(document.token_ids)
 
 
-def test_a_pack_without_anchors_drafts_nothing(setup: Setup) -> None:
+def test_a_pack_without_anchors_drafts_and_teaches_nothing(setup: Setup) -> None:
     """A response of a single token has nothing to predict."""
+    target = setup.target
     empty = replace(setup.batch, anchors_N=torch.zeros(0, dtype=torch.long))
-    assert setup.hidden(empty).shape == (0, BLOCK, setup.target.config.hidden_size)
+    output = target.forward_packed(empty.input_ids_T, empty.position_ids_T)
+    filled = fill_blocks(setup.drafter, target, empty, output.features_TC)
+    assert filled.hidden_NBH.shape == (0, BLOCK, target.config.hidden_size)
+    loss = block_loss(
+        filled.hidden_NBH,
+        target.head_VH,
+        BlockTargets.from_layout(empty, filled.layout),
+        LossSpec(objective="opd"),
+        teacher_hidden_TH=output.hidden_TH,
+    ).value
+    loss.backward()
+    assert loss == 0
+    assert all(p.grad is None or not p.grad.any() for p in setup.drafter.parameters())

@@ -37,6 +37,7 @@ from tests.lightning_modules.training_samples import (
 )
 
 KILLED = -signal.SIGKILL
+NEVER = 1000
 PRELOAD = [
     "lightning",
     "pipeline.fitting",
@@ -89,8 +90,9 @@ class FinalState(L.Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         loader = trainer.train_dataloader
+        offline = isinstance(trainer.datamodule, OfflineDataModule)  # type: ignore[attr-defined]
         torch.save(
             {
                 "weights": pl_module.state_dict(),
@@ -98,8 +100,7 @@ class FinalState(L.Callback):
                 "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
                 "random": torch.get_rng_state(),
                 "step": trainer.global_step,
-                "epoch": trainer.current_epoch,
-                "loader": loader.state_dict() if hasattr(loader, "state_dict") else None,
+                "loader": loader.state_dict() if offline else None,
             },
             self.path,
         )
@@ -130,7 +131,7 @@ OFFLINE = FitConfig(
 
 
 def run_offline(directory: Path, changes: dict[str, Any], kill: tuple[str, int] | None) -> None:
-    """Train, from `last.ckpt` if it is there, and write `final.pt`; four or five batches make an epoch."""
+    """Train, from `last.ckpt` if it is there, and write `final.pt` and `history.json`."""
     torch.set_num_threads(1)
     settings = OFFLINE.model_copy(update=changes)
     L.seed_everything(7, verbose=False)
@@ -141,11 +142,11 @@ def run_offline(directory: Path, changes: dict[str, Any], kill: tuple[str, int] 
     export = ExportBest(directory / "drafter", target.identity, "v1")
     callbacks = [export, FinalState(directory / "final.pt"), *([KillAt(*kill)] if kill else [])]
     checkpoint = directory / CHECKPOINT
+    validation = make_documents(2, first=50) if settings.validate_every < NEVER else []
     trainer = stage_trainer(
-        directory, settings, logger=False, callbacks=callbacks, validate=bool(settings.validate_every < 100)
+        directory, settings, logger=False, callbacks=callbacks, validate=bool(validation)
     )
-    validation = make_documents(2, first=50) if settings.validate_every < 100 else []
-    data = OfflineDataModule(make_documents(14), validation, PackingSpec(48, 6, "random", 64), seed=3)
+    data = OfflineDataModule(make_documents(14), validation, PackingSpec(42, 6, "random", 64), seed=3)
     fit(trainer, module, data, str(checkpoint) if checkpoint.exists() else None)
     (directory / "history.json").write_text(json.dumps(export.history))
 
@@ -268,7 +269,3 @@ def run_online(directory: Path, kill: tuple[str, int] | None) -> None:
     trainer = online_trainer(directory, ONLINE, logger=False, callbacks=callbacks)
     fit(trainer, module, data, str(checkpoint) if checkpoint.exists() else None)
     (directory / "stream.json").write_text(json.dumps(data.state_dict()))
-    torch.save(
-        {"weights": module.state_dict(), "epoch": trainer.current_epoch, "step": trainer.global_step},
-        directory / "end.pt",
-    )

@@ -1,7 +1,9 @@
-"""A tiny fp32 target with drafters and documents that come out the same in every process."""
+"""A tiny fp32 target with drafters, documents and records that come out the same in every process."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from drafters.initialise import initialise
 from drafters.length_head import LengthHead
 from drafters.packing import Document
 from drafters.target import Target
+from serving_bridge.records import Round, Sampling, VerificationRecord
+from serving_bridge.spool import SpoolWriter
 
 VOCAB = 32
 BLOCK_SIZE = 4
@@ -69,8 +73,8 @@ def random_ids(seed: int, length: int) -> list[int]:
 
 
 def make_document(number: int, response_tokens: int = 12, **fields: Any) -> Document:
-    """A document of random tokens: a prompt, then a response."""
-    tokens = random_ids(number, PROMPT_LENGTH + response_tokens)
+    """A random prompt, then a response in which every other token or so is the same: soon learned in part."""
+    tokens = [token if token < 16 else 16 for token in random_ids(number, PROMPT_LENGTH + response_tokens)]
     mask = [False] * PROMPT_LENGTH + [True] * response_tokens
     return Document(tokens, mask, f"d{number}", conversation_key=f"c{number}", **fields)
 
@@ -96,3 +100,43 @@ def greedy_documents(target: Target, count: int, response_tokens: int = 16) -> l
         mask = [False] * PROMPT_LENGTH + [True] * (len(tokens) - PROMPT_LENGTH)
         documents.append(Document(tokens, mask, f"g{number}", conversation_key=f"g{number}"))
     return documents
+
+
+def make_record(number: int, **changes: Any) -> VerificationRecord:
+    """A record whose rounds committed one, two, one, two … tokens."""
+    document = make_document(number, 8 + number % 5)
+    prompt, output = document.token_ids[:PROMPT_LENGTH], document.token_ids[PROMPT_LENGTH:]
+    rounds, start = [], PROMPT_LENGTH
+    while start < len(document.token_ids) - 1:
+        accepted = len(rounds) % 2
+        rounds.append(
+            Round(
+                start=start,
+                drafter_version="v1",
+                verify_len=BLOCK_SIZE,
+                accepted=accepted,
+                draft_ids=[0] * (BLOCK_SIZE - 1),
+            )
+        )
+        start += accepted + 1
+    fields: dict[str, Any] = {
+        "request_id": f"r{number}",
+        "conversation_key": f"conversation-{number}",
+        "time": 1000.0 + number,
+        "target_id": TARGET_ID,
+        "sampling": Sampling(temperature=0.0, top_p=1.0, top_k=0),
+        "prompt_ids": prompt,
+        "output_ids": output,
+        "rounds": rounds,
+        "finish_reason": "stop",
+        "block_size": BLOCK_SIZE,
+    }
+    return VerificationRecord(**(fields | changes))
+
+
+def write_spool(directory: Path, records: Iterable[VerificationRecord], max_bytes: int = 4000) -> None:
+    """Seal records into segments of a few records each."""
+    writer = SpoolWriter(directory, max_bytes=max_bytes, fsync=False)
+    for record in records:
+        writer.write(record)
+    writer.close()

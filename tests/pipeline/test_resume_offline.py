@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drafters.checkpoint import drafter_digest
-from tests.lightning_modules.crash_worker import KILLED, in_process, run_offline
+from tests.lightning_modules.crash_worker import KILLED, NEVER, in_process, run_offline
 
 Kill = tuple[str, int]
 
@@ -44,24 +44,19 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return lambda changes: run(tuple(changes.items()))
 
 
-# Batches per epoch: 5. Checkpoints fall on batches 4 and 8, or with accumulation 2 (3 steps an epoch, the last of a
-# single batch) on those given beside each case.
+# Epochs of the data end after batches 6, 11, 17; checkpoints and validations come every 4 steps, of 11 in all.
 CASES: dict[str, tuple[dict[str, int], list[Kill]]] = {
-    "right_after_a_checkpoint": ({}, [("batch_start", 5)]),
-    "between_checkpoints": ({}, [("batch_start", 7)]),
-    "twice": ({}, [("batch_start", 7), ("batch_start", 10)]),
     "before_the_first_checkpoint": ({}, [("batch_start", 3)]),
-    "checkpoint_on_the_last_batch_of_an_epoch": ({"checkpoint_every": 5}, [("batch_start", 6)]),
-    "accumulating_after_a_checkpoint": ({"accumulate": 2}, [("batch_start", 8)]),
-    "accumulating_between_checkpoints": ({"accumulate": 2}, [("batch_start", 14)]),
-    # resumed behind batch 7, killed in the middle of the next accumulation
-    "accumulating_twice": ({"accumulate": 2}, [("batch_start", 9), ("batch_start", 9)]),
-    "accumulating_checkpoint_on_the_last_batch": (
-        {"accumulate": 2, "checkpoint_every": 3},
-        [("batch_start", 7), ("batch_start", 12)],
-    ),
-    "before_a_validation": ({}, [("validation_start", 8)]),
-    "without_validation": ({"validate_every": 1000}, [("batch_start", 7), ("train_end", 11)]),
+    "right_after_a_checkpoint": ({}, [("batch_start", 5)]),
+    "between_checkpoints_in_the_next_epoch": ({}, [("batch_start", 8)]),
+    "twice": ({}, [("batch_start", 7), ("batch_start", 10)]),
+    "checkpoint_at_the_end_of_an_epoch": ({"checkpoint_every": 6}, [("batch_start", 7)]),
+    "in_a_validation": ({}, [("validation_start", 8)]),
+    "in_the_last_validation": ({"steps": 8}, [("validation_start", 8)]),
+    "accumulating": ({"accumulate": 2}, [("batch_start", 14)]),
+    # a resumed run must not take a checkpoint in the middle of its first step
+    "accumulating_twice": ({"accumulate": 2}, [("batch_start", 10), ("batch_start", 10)]),
+    "after_the_last_step": ({"validate_every": NEVER, "steps": 8}, [("train_end", 8)]),
 }
 
 

@@ -1,0 +1,59 @@
+"""The target's output of each document, computed once and kept: epochs after the first skip the target's forward.
+
+A document is always run alone, whatever row it is packed into, so what is returned does not depend on the order of documents and
+a resumed run computes bit for bit what the uninterrupted one had kept.
+
+Shapes: T flat tokens, H hidden, C feature width.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from drafters.packing import PackedBatch
+from drafters.target import Target, TargetOutput
+
+
+class FeatureCache:
+    """Outputs per document, up to a limit of memory.
+
+    Documents are told apart by name and length, so names must be unique in a run. When the memory is used up, further
+    documents are computed at every visit; nothing is evicted.
+
+    Args:
+        target: the frozen target.
+        max_bytes: most memory to hold.
+    """
+
+    def __init__(self, target: Target, max_bytes: int) -> None:
+        self.target = target
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+        self._outputs: dict[tuple[str, int], TargetOutput] = {}
+
+    def forward(self, batch: PackedBatch) -> TargetOutput:
+        """The target's output over the batch's tokens, as `Target.forward_packed` lays it out."""
+        outputs: list[TargetOutput] = []
+        start = 0
+        for name, length in zip(batch.document_names, batch.document_lengths(), strict=True):
+            outputs.append(self._document(name, batch.input_ids_T[start : start + length]))
+            start += length
+        if len(outputs) == 1:
+            return outputs[0]
+        return TargetOutput(
+            torch.cat([output.hidden_TH for output in outputs]),
+            torch.cat([output.features_TC for output in outputs]),
+        )
+
+    def _document(self, name: str, input_ids_T: torch.Tensor) -> TargetOutput:
+        key = (name, input_ids_T.numel())
+        known = self._outputs.get(key)
+        if known is not None:
+            return known
+        positions_T = torch.arange(input_ids_T.numel(), device=input_ids_T.device)
+        output = self.target.forward_packed(input_ids_T, positions_T)
+        size = output.hidden_TH.nbytes + output.features_TC.nbytes
+        if self.used_bytes + size <= self.max_bytes:
+            self._outputs[key] = output
+            self.used_bytes += size
+        return output

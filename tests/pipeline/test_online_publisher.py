@@ -1,0 +1,399 @@
+"""What becomes of an online round: gate, swap, canary, promotion; and after a crash at any point."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import pipeline.online
+import pipeline.release
+from drafters.errors import UserError
+from pipeline.canary import CanaryVerdict
+from pipeline.config import CanaryConfig
+from pipeline.online import OnlinePublisher, OnlineState
+from pipeline.registry import Registry
+from pipeline.release import ReleaseDesk
+from serving_bridge.server import SwapError, SwapReport
+from tests.pipeline.release_desk import DeskFixture, checkpoint_of, desks, documents, drafter_of
+from tests.serving_bridge.tiny_serving import tiny_target
+
+__all__ = ["desks"]
+
+NAME = "tiny"
+FIRST = "offline"
+
+
+class Crash(BaseException):
+    """The process is gone."""
+
+
+class FakeServer:
+    """Serves what it is told; `refuses` holds versions it will not swap to."""
+
+    def __init__(self, drafter_version: str) -> None:
+        self.drafter_version = drafter_version
+        self.swaps: list[str] = []
+        self.refuses: set[str] = set()
+        self.dies = False
+
+    def swap(self, directory: Path) -> SwapReport:
+        new = json.loads((directory / "manifest.json").read_text())["drafter_version"]
+        if self.dies:
+            raise Crash
+        if new in self.refuses:
+            raise SwapError(f"will not serve {new}")
+        old, self.drafter_version = self.drafter_version, new
+        self.swaps.append(new)
+        return SwapReport(old, new, "d", "t", 0.1)
+
+
+class FakeCanary:
+    """Stands in for watching live traffic."""
+
+    def __init__(self) -> None:
+        self.verdict = CanaryVerdict(True, "live is fine", 1.7, 1.5, 12)
+        self.watched: list[tuple[str, str]] = []
+        self.dies = False
+
+    def __call__(
+        self, reader: Any, drafter_version: str, baseline: Path, *rest: Any, **options: Any
+    ) -> CanaryVerdict:
+        if self.dies:
+            raise Crash
+        self.watched.append((drafter_version, baseline.name))
+        return self.verdict
+
+
+class Scene:
+    """A champion of acceptance length 1.5 on two servers, and publishers as processes would make them."""
+
+    def __init__(self, desks: DeskFixture, directory: Path, canary: FakeCanary) -> None:
+        self.desks, self.directory, self.canary = desks, directory, canary
+        directory.mkdir()
+        self.servers = [FakeServer(FIRST), FakeServer(FIRST)]
+        desk = desks.open()
+        first = checkpoint_of(directory / "first", 1.5, FIRST)
+        version, verdict = desk.submit(first, documents(), run_id=desks.run_id, tags={})
+        desk.registry.promote(version, reason=verdict.reason)
+
+    def publisher(self, servers: list[FakeServer] | None = None) -> OnlinePublisher:
+        return OnlinePublisher(
+            self.directory,
+            self.desks.open(),
+            self.servers if servers is None else servers,
+            extra_documents=documents(4, "chat", "extra"),
+            canary_reader=lambda: SimpleNamespace(),  # type: ignore[arg-type, return-value]
+            canary=CanaryConfig(),
+            run_id=self.desks.run_id,
+            name=NAME,
+        )
+
+    @property
+    def registry(self) -> Registry:
+        return self.desks.open().registry
+
+    def champion(self) -> int:
+        found = self.registry.champion()
+        assert found is not None
+        return found.version
+
+    def serving(self) -> list[str]:
+        return [server.drafter_version for server in self.servers]
+
+
+@pytest.fixture
+def scene(desks: DeskFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    canary = FakeCanary()
+    monkeypatch.setattr(pipeline.online, "watch", canary)
+    return Scene(desks, tmp_path / "online", canary)
+
+
+def settle(publisher: OnlinePublisher, quality: float, round_index: int = 0, seed: int = 1) -> None:
+    """Publish a round whose training made a drafter of this quality."""
+    module: Any = SimpleNamespace(drafter=drafter_of(quality, seed), target=tiny_target(), length_head=None)
+    stream = SimpleNamespace(holdout=documents(6, "code", "held"), counts={"admitted": 9})
+    datamodule: Any = SimpleNamespace(stream=stream)
+    publisher.publish(module, datamodule, round_index)
+
+
+def test_accepted_drafter_is_swapped_watched_and_promoted(scene: Scene) -> None:
+    publisher = scene.publisher()
+    settle(publisher, 1.75)
+    assert scene.serving() == ["tiny-r1", "tiny-r1"]
+    assert scene.canary.watched == [("tiny-r1", "version-1")]
+    assert scene.champion() == 2
+    previous = scene.registry.previous_champion()
+    assert previous is not None and previous.version == 1
+    (outcome,) = publisher.state.outcomes
+    assert (outcome.outcome, outcome.version, outcome.counts) == ("champion", 2, {"admitted": 9})
+    assert outcome.gate["documents"] == 10  # held-out traffic and offline documents
+    assert outcome.canary["live"] == 1.7 and "live is fine" in outcome.reason
+    assert OnlineState.load(publisher.state_path) == publisher.state
+    tags = scene.registry.get(2).tags
+    assert tags["data_window"] == "online round 0, 9 records" and tags["drafter_version"] == "tiny-r1"
+
+
+def test_refused_drafter_is_never_served(scene: Scene) -> None:
+    publisher = scene.publisher()
+    settle(publisher, 1.25)
+    (outcome,) = publisher.state.outcomes
+    assert outcome.outcome == "refused" and "is not above 0" in outcome.reason
+    assert [server.swaps for server in scene.servers] == [[], []]
+    assert scene.champion() == 1 and not scene.canary.watched
+    assert scene.registry.get(2).tags["gate_reason"] == outcome.reason
+
+
+def test_rounds_follow_each_other(scene: Scene) -> None:
+    publisher = scene.publisher()
+    for round_index, quality in enumerate([1.75, 1.25, 2.0]):
+        settle(publisher, quality, round_index)
+        publisher = scene.publisher()
+        assert publisher.published_rounds == round_index + 1
+    assert [o.outcome for o in publisher.state.outcomes] == ["champion", "refused", "champion"]
+    assert scene.serving() == ["tiny-r3", "tiny-r3"] and scene.champion() == 4
+    assert scene.canary.watched == [("tiny-r1", "version-1"), ("tiny-r3", "version-2")]
+
+
+def test_a_swap_that_one_server_refuses_is_undone_on_the_others(scene: Scene) -> None:
+    scene.servers[1].refuses = {"tiny-r1"}
+    publisher = scene.publisher()
+    settle(publisher, 1.75)
+    assert scene.servers[0].swaps == ["tiny-r1", FIRST] and scene.servers[1].swaps == []
+    assert scene.serving() == [FIRST, FIRST]
+    (outcome,) = publisher.state.outcomes
+    assert outcome.outcome == "swap_failed" and "will not serve tiny-r1" in outcome.reason
+    refused = scene.registry.get(2)
+    assert refused.tags["gate_outcome"] == "refused" and refused.tags["gate_reason"].startswith("swap failed")
+    assert refused.aliases == () and scene.champion() == 1 and not scene.canary.watched
+
+
+def test_canary_brings_all_servers_back(scene: Scene) -> None:
+    scene.canary.verdict = CanaryVerdict(False, "live 1.1 is below the floor 1.4", 1.1, 1.5, 12)
+    publisher = scene.publisher()
+    settle(publisher, 1.75)
+    assert [server.swaps for server in scene.servers] == [["tiny-r1", FIRST]] * 2
+    (outcome,) = publisher.state.outcomes
+    assert outcome.outcome == "rolled_back" and outcome.reason == scene.canary.verdict.reason
+    assert outcome.canary["live"] == 1.1 and outcome.gate["challenger"] == 1.75
+    refused = scene.registry.get(2)
+    assert "below the floor" in refused.tags["gate_reason"] and refused.tags["gate_outcome"] == "refused"
+    assert refused.aliases == () and scene.champion() == 1
+
+
+def test_a_server_stuck_on_the_challenger_is_an_error_that_names_the_remedy(scene: Scene) -> None:
+    scene.canary.verdict = CanaryVerdict(False, "live is poor", 1.1, 1.5, 12)
+    scene.servers[0].refuses = {FIRST}
+    with pytest.raises(UserError, match="1 of 2 servers.*--resume"):
+        settle(scene.publisher(), 1.75)
+    assert scene.serving() == ["tiny-r1", FIRST]  # the other one is back all the same
+    assert scene.registry.get(2).tags["gate_outcome"] == "refused" and scene.champion() == 1
+
+    publisher = scene.publisher()
+    assert publisher.published_rounds == 0
+    with pytest.raises(UserError, match="1 of 1 servers"):
+        publisher.reconcile()
+    scene.servers[0].refuses = set()
+    publisher.reconcile()
+    assert scene.serving() == [FIRST, FIRST]
+
+
+def test_first_champion_needs_no_canary(desks: DeskFixture, scene: Scene, tmp_path: Path) -> None:
+    class EmptyRegistry(Registry):
+        pass
+
+    publisher = scene.publisher()
+    publisher.desk.registry = EmptyRegistry(desks.tracking.tracking_uri, "another-model")
+    publisher.reconcile()  # nothing to bring servers to
+    settle(publisher, 1.25)
+    champion = publisher.desk.registry.champion()
+    assert champion is not None and champion.version == 1
+    assert scene.serving() == ["tiny-r1", "tiny-r1"] and not scene.canary.watched
+
+
+def test_without_servers_the_gate_alone_decides(scene: Scene) -> None:
+    publisher = scene.publisher(servers=[])
+    settle(publisher, 1.75)
+    assert publisher.state.outcomes[0].outcome == "champion" and scene.champion() == 2
+    assert not scene.canary.watched
+
+
+def test_a_round_that_changed_nothing_is_no_new_champion(scene: Scene) -> None:
+    publisher = scene.publisher()
+    settle(publisher, 1.5)
+    (outcome,) = publisher.state.outcomes
+    assert (outcome.outcome, outcome.version) == ("refused", 1)
+    assert "champion already" in outcome.reason
+    assert len(scene.registry.list_versions()) == 1 and scene.champion() == 1
+    assert [server.swaps for server in scene.servers] == [[], []]
+
+
+def test_the_canary_watches_the_name_that_is_served(scene: Scene) -> None:
+    publisher = scene.publisher()
+    settle(publisher, 1.75)
+    settle(publisher, 2.0, 1)
+    settle(publisher, 1.75, 2)  # equal to version 2, refused now
+    # with a champion gone bad, the weights of version 2 win again under their old name
+    publisher.desk.registry.rollback("bad")
+    publisher.desk.registry.promote(1)
+    publisher.reconcile()
+    settle(publisher, 1.75, 3)
+    assert scene.serving() == ["tiny-r1", "tiny-r1"]
+    assert scene.canary.watched[-1] == ("tiny-r1", "version-1")
+
+
+def test_reconcile_touches_only_servers_that_are_off(scene: Scene) -> None:
+    scene.servers[1].drafter_version = "tiny-r9"
+    scene.publisher().reconcile()
+    assert [server.swaps for server in scene.servers] == [[], [FIRST]]
+
+
+Patch = pytest.MonkeyPatch
+
+
+def die(*arguments: Any, **options: Any) -> Any:
+    raise Crash
+
+
+def dies_after(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run_and_die(*arguments: Any, **options: Any) -> Any:
+        function(*arguments, **options)
+        raise Crash
+
+    return run_and_die
+
+
+def in_export(scene: Scene, patch: Patch) -> None:
+    patch.setattr(pipeline.online, "save_drafter", die)
+
+
+def after_export(scene: Scene, patch: Patch) -> None:
+    patch.setattr(ReleaseDesk, "submit", die)
+
+
+def after_registration(scene: Scene, patch: Patch) -> None:
+    patch.setattr(pipeline.release, "judge", die)
+
+
+def after_gate(scene: Scene, patch: Patch) -> None:
+    patch.setattr(ReleaseDesk, "submit", dies_after(ReleaseDesk.submit))
+
+
+def before_swap(scene: Scene, patch: Patch) -> None:
+    scene.servers[0].dies = True
+
+
+def between_swaps(scene: Scene, patch: Patch) -> None:
+    scene.servers[1].dies = True
+
+
+def in_canary(scene: Scene, patch: Patch) -> None:
+    scene.canary.dies = True
+
+
+def before_promotion(scene: Scene, patch: Patch) -> None:
+    patch.setattr(Registry, "promote", die)
+
+
+def after_promotion(scene: Scene, patch: Patch) -> None:
+    patch.setattr(Registry, "promote", dies_after(Registry.promote))
+
+
+def before_the_outcome_is_saved(scene: Scene, patch: Patch) -> None:
+    write = pipeline.online.write_json
+
+    def write_unless_settled(path: Path, content: Any) -> None:
+        if content["phase"] == "collect":
+            raise Crash
+        write(path, content)
+
+    patch.setattr(pipeline.online, "write_json", write_unless_settled)
+
+
+def repair(scene: Scene) -> None:
+    scene.canary.dies = False
+    for server in scene.servers:
+        server.dies = False
+
+
+@pytest.mark.parametrize(
+    "crash",
+    [
+        in_export,
+        after_export,
+        after_registration,
+        after_gate,
+        before_swap,
+        between_swaps,
+        in_canary,
+        before_promotion,
+        after_promotion,
+        before_the_outcome_is_saved,
+    ],
+)
+def test_a_crash_anywhere_settles_the_round_once(
+    crash: Callable[[Scene, Patch], None], scene: Scene, monkeypatch: Patch
+) -> None:
+    with monkeypatch.context() as patch:
+        crash(scene, patch)
+        with pytest.raises(Crash):
+            settle(scene.publisher(), 1.75)
+    repair(scene)
+
+    publisher = scene.publisher()
+    publisher.reconcile()
+    serving = "tiny-r1" if scene.champion() == 2 else FIRST
+    assert scene.serving() == [serving, serving]
+    assert publisher.published_rounds == 0
+    settle(publisher, 1.75)
+
+    (outcome,) = scene.publisher().state.outcomes
+    assert (outcome.outcome, outcome.version, outcome.round_index) == ("champion", 2, 0)
+    assert scene.publisher().state.phase == "collect"
+    assert [v.version for v in scene.registry.list_versions()] == [1, 2]
+    assert scene.champion() == 2 and scene.serving() == ["tiny-r1", "tiny-r1"]
+    assert scene.registry.challenger() is None
+    assert scene.registry.get(2).tags["gate_outcome"] == "accepted"
+
+
+def after_refusal(scene: Scene, patch: Patch) -> None:
+    patch.setattr(Registry, "refuse", dies_after(Registry.refuse))
+
+
+@pytest.mark.parametrize("crash", [after_registration, after_refusal, before_the_outcome_is_saved])
+def test_a_crash_around_a_refusal_settles_it_once(
+    crash: Callable[[Scene, Patch], None], scene: Scene, monkeypatch: Patch
+) -> None:
+    with monkeypatch.context() as patch:
+        crash(scene, patch)
+        with pytest.raises(Crash):
+            settle(scene.publisher(), 1.25)
+    publisher = scene.publisher()
+    publisher.reconcile()
+    settle(publisher, 1.25)
+    (outcome,) = scene.publisher().state.outcomes
+    assert (outcome.outcome, outcome.version) == ("refused", 2)
+    assert len(scene.registry.list_versions()) == 2 and scene.champion() == 1
+    assert scene.serving() == [FIRST, FIRST]
+
+
+@pytest.mark.parametrize("crash", [after_refusal, before_the_outcome_is_saved])
+def test_a_crash_around_a_rollback_leaves_the_champion_in_service(
+    crash: Callable[[Scene, Patch], None], scene: Scene, monkeypatch: Patch
+) -> None:
+    scene.canary.verdict = CanaryVerdict(False, "live is poor", 1.1, 1.5, 12)
+    with monkeypatch.context() as patch:
+        crash(scene, patch)
+        with pytest.raises(Crash):
+            settle(scene.publisher(), 1.75)
+    publisher = scene.publisher()
+    publisher.reconcile()
+    assert scene.serving() == [FIRST, FIRST] and scene.champion() == 1
+    settle(publisher, 1.75)
+    (outcome,) = scene.publisher().state.outcomes
+    assert outcome.outcome == "rolled_back" and scene.serving() == [FIRST, FIRST]
+    assert len(scene.registry.list_versions()) == 2 and scene.champion() == 1
