@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
@@ -83,7 +83,7 @@ class StreamingDataModule(L.LightningDataModule):
         packing: `row_tokens=1` gives batches of one document (AdaFlash B.1).
         target_id: records of other targets are refused and counted.
         seed: order, anchors and replay draws derive from it and the round.
-        offline: documents to start the replay buffer with.
+        offline: documents to start the replay buffer with; a random half of its capacity at most.
         should_stop: polled while waiting.
     """
 
@@ -108,9 +108,10 @@ class StreamingDataModule(L.LightningDataModule):
         self.seed = seed
         self.should_stop = should_stop
         self._clock, self._sleep = clock, sleep
-        kept = list(offline)[: max(0, spec.buffer_capacity // 2)]
+        sample = torch.randperm(len(offline), generator=derived_generator(seed, OFFLINE_ROUND))
+        kept = sorted(sample[: spec.buffer_capacity // 2].tolist())
         self.stream = StreamState(
-            cursor=reader.cursor, buffer=[(OFFLINE_ROUND, document) for document in kept]
+            cursor=reader.cursor, buffer=[(OFFLINE_ROUND, offline[i]) for i in kept]
         )
 
     @property
@@ -143,6 +144,7 @@ class StreamingDataModule(L.LightningDataModule):
         draft = _Collection(stream, spec, self.target_id, self.packing.max_length)
         last_news = self._clock()
         while len(draft.fresh) < spec.trigger:
+            stopping = self.should_stop()  # asked first: what was written before the word to stop is still read
             deliveries = self.reader.read(spec.trigger - len(draft.fresh))
             for delivery in deliveries:
                 draft.admit(delivery.record)
@@ -150,7 +152,7 @@ class StreamingDataModule(L.LightningDataModule):
                 last_news = self._clock()
                 continue
             idle = self._clock() - last_news
-            if self.should_stop() or (spec.idle_timeout_s is not None and idle > spec.idle_timeout_s):
+            if stopping or (spec.idle_timeout_s is not None and idle > spec.idle_timeout_s):
                 return False
             self._sleep(spec.poll_s)
         draft.apply(self.reader.cursor)
@@ -192,10 +194,10 @@ class StreamingDataModule(L.LightningDataModule):
         return {
             "cursor": stream.cursor.to_json(),
             "round_index": stream.round_index,
-            "fresh": [asdict(d) for d in stream.fresh],
-            "replayed": [asdict(d) for d in stream.replayed],
-            "buffer": [[number, asdict(d)] for number, d in stream.buffer],
-            "holdout": [asdict(d) for d in stream.holdout],
+            "fresh": [_plain(d) for d in stream.fresh],
+            "replayed": [_plain(d) for d in stream.replayed],
+            "buffer": [[number, _plain(d)] for number, d in stream.buffer],
+            "holdout": [_plain(d) for d in stream.holdout],
             "newest_time": stream.newest_time,
             "counts": dict(stream.counts),
             "target_id": self.target_id,
@@ -268,8 +270,13 @@ class _Collection:
         stream.count("held_out", len(self._holdout))
 
 
+def _plain(document: Document) -> dict[str, Any]:
+    # dataclasses.asdict copies token by token, which takes seconds for a full buffer
+    return dict(vars(document))
+
+
 def record_to_document(record: VerificationRecord) -> Document:
-    """The served text with the positions where rounds began."""
+    """The served text with the positions where rounds began, if any round was logged."""
     num_prompt, num_output = len(record.prompt_ids), len(record.output_ids)
     return Document(
         token_ids=[*record.prompt_ids, *record.output_ids],
@@ -277,7 +284,7 @@ def record_to_document(record: VerificationRecord) -> Document:
         document_id=record.request_id,
         domain=record.domain,
         conversation_key=record.conversation_key,
-        round_starts=[r.start for r in record.rounds],
+        round_starts=[r.start for r in record.rounds] or None,
     )
 
 

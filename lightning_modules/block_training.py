@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import nn
 
 from drafters.block_loss import BlockLoss, BlockTargets, accepted_prefix, block_loss
 from drafters.dflash import DFlashDrafter
@@ -16,7 +17,7 @@ from drafters.packing import Document, PackedBatch
 from drafters.replay import replay
 from drafters.target import Target
 from lightning_modules.metrics import AcceptanceLength
-from lightning_modules.optim import OptimSpec, configure_adamw
+from lightning_modules.optim import OptimSpec, clip_each, configure_adamw
 
 
 class BlockTrainingModule(L.LightningModule):
@@ -100,6 +101,18 @@ class BlockTrainingModule(L.LightningModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch.to(device) if isinstance(batch, PackedBatch) else batch
+
+    def clipped_modules(self) -> list[nn.Module | None]:
+        """Modules whose gradients are clipped, each by its own norm."""
+        return [self.drafter]
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        clip_each(self.clipped_modules(), gradient_clip_val)
 
     def configure_optimizers(self) -> Any:
         return configure_adamw(self.drafter, None, self.optim_spec)

@@ -14,7 +14,7 @@ from drafters.length_head import LengthHead, length_loss, length_targets
 from drafters.packing import PackedBatch
 from drafters.replay import chunked_argmax
 from drafters.target import Target
-from lightning_modules.optim import OptimSpec, configure_adamw
+from lightning_modules.optim import OptimSpec, clip_each, configure_adamw
 
 
 class LengthHeadModule(L.LightningModule):
@@ -66,6 +66,14 @@ class LengthHeadModule(L.LightningModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch.to(device) if isinstance(batch, PackedBatch) else batch
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        clip_each([self.length_head], gradient_clip_val)
 
     def configure_optimizers(self) -> Any:
         return configure_adamw(None, self.length_head, self.optim_spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from drafters.block_loss import accepted_prefix, prefix_complete
 from drafters.dflash import DFlashDrafter
@@ -53,6 +54,9 @@ class OPDModule(BlockTrainingModule):
         )
         self.log("train/length_loss", head_loss.detach())
         return loss.value + head_loss
+
+    def clipped_modules(self) -> list[nn.Module | None]:
+        return [self.drafter, self.length_head]
 
     def configure_optimizers(self) -> Any:
         return configure_adamw(self.drafter, self.length_head, self.optim_spec)

@@ -14,7 +14,7 @@ from drafters.length_head import LengthHead
 
 
 class ExportBest(L.Callback):
-    """Writes a serving checkpoint whenever validation τ reaches a new best, and at the end if there was no validation.
+    """Writes a serving checkpoint whenever validation τ reaches a new best, and at the end if it never was a number.
 
     Args:
         directory: the serving checkpoint; replaced as a whole.
@@ -54,7 +54,7 @@ class ExportBest(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # not on_train_end: that is left out when a run resumes with all its steps done
-        if not self.history:
+        if self.best == float("-inf"):
             self._export(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:

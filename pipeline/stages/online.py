@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 
@@ -104,7 +105,7 @@ def distill_online(
             stage.output,
             settings,
             logger=tracking_for(config).lightning_logger(stage.tracked.run_id),
-            callbacks=[PublishRounds(publisher, stage.output / CHECKPOINT), _Retention(spool)],
+            callbacks=[PublishRounds(publisher, stage.output / CHECKPOINT), _Retention(spool), terminated],
         )
         with stage.result.section("rounds"):
             fit(trainer, module, datamodule, checkpoint)
@@ -170,16 +171,40 @@ class _Retention(L.Callback):
         retain(self.spool)
 
 
+class StopBetweenRounds(L.Callback):
+    """SIGTERM ends the loop once the current round is published, or at once while it waits for records.
+
+    Lightning's own handler, which it puts in front of others at the start, would leave in the middle of a round.
+    """
+
+    def __init__(self) -> None:
+        self._terminated = threading.Event()
+
+    def __call__(self) -> bool:
+        return self._terminated.is_set()
+
+    def receive(self, *_: Any) -> None:
+        """The signal handler."""
+        self._terminated.set()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self.receive)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.should_stop = trainer.should_stop or self()
+
+
 @contextmanager
-def stop_on_sigterm() -> Iterator[Callable[[], bool]]:
-    """A flag that SIGTERM sets, so that the loop ends between rounds; only in the main thread."""
-    flag = threading.Event()
+def stop_on_sigterm() -> Iterator[StopBetweenRounds]:
+    """Answer SIGTERM with a `StopBetweenRounds`; only in the main thread."""
+    stop = StopBetweenRounds()
     if threading.current_thread() is not threading.main_thread():
-        yield flag.is_set
+        yield stop
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: flag.set())
+    before = signal.signal(signal.SIGTERM, stop.receive)
     try:
-        yield flag.is_set
+        yield stop
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -1,67 +1,77 @@
-"""The feature cache gives what the target gives, whatever the packing, and stays inside its memory."""
+"""Kept target outputs equal fresh ones, bit for bit and within the memory they may use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 
 from drafters.feature_cache import FeatureCache
-from drafters.packing import Document, pack_documents
+from drafters.packing import Document, PackedBatch, pack_documents
 from drafters.target import Target
 
+LENGTHS = (9, 5, 12)
 
-def _documents() -> list[Document]:
-    generator = torch.Generator().manual_seed(3)
-    lengths = [9, 14, 6]
-    return [
-        Document(
-            torch.randint(5, 60, (n,), generator=generator).tolist(), [False] * 2 + [True] * (n - 2), f"d{i}"
-        )
-        for i, n in enumerate(lengths)
+
+@pytest.fixture
+def target(make_target: Callable[..., Target]) -> Target:
+    return make_target("qwen3")
+
+
+@pytest.fixture
+def runs(target: Target) -> Iterator[list[int]]:
+    """Token counts of the target's forwards."""
+    counts: list[int] = []
+    handle = target.model.model.register_forward_hook(
+        lambda module, args, output: counts.append(output.last_hidden_state.shape[1])
+    )
+    yield counts
+    handle.remove()
+
+
+def pack(*indices: int) -> PackedBatch:
+    generator = torch.Generator().manual_seed(0)
+    documents = [
+        Document(torch.randint(0, 60, (n,), generator=generator).tolist(), [True] * n, f"d{n}")
+        for n in LENGTHS
     ]
+    return pack_documents([documents[i] for i in indices], anchors_per_document=1)
 
 
-def test_equals_the_packed_forward(make_target: Callable[..., Target]) -> None:
-    llama_target = make_target()
-    batch = pack_documents(_documents(), anchors_per_document=2)
-    expected = llama_target.forward_packed(batch.input_ids_T, batch.position_ids_T)
-    output = FeatureCache(llama_target, 2**20).forward(batch)
-    torch.testing.assert_close(output.hidden_TH, expected.hidden_TH, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(output.features_TC, expected.features_TC, atol=1e-3, rtol=1e-3)
-
-
-def test_second_visit_is_bit_equal_and_does_not_run_the_target(make_target: Callable[..., Target]) -> None:
-    llama_target = make_target()
-    documents = _documents()
-    cache = FeatureCache(llama_target, 2**20)
-    first = cache.forward(pack_documents(documents, anchors_per_document=2))
-    calls = 0
-
-    def count(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-
-    hook = llama_target.model.model.register_forward_pre_hook(count)
-    again = cache.forward(pack_documents(documents[::-1], anchors_per_document=2))
-    hook.remove()
-    assert calls == 0
-    length = len(documents[0].token_ids)
-    assert torch.equal(again.features_TC[-length:], first.features_TC[:length])
-    # and the same as a cache that has never seen another packing
-    fresh = FeatureCache(llama_target, 2**20).forward(pack_documents(documents[::-1], anchors_per_document=2))
-    assert torch.equal(again.hidden_TH, fresh.hidden_TH)
-
-
-def test_memory_is_bounded_and_results_are_not_affected(make_target: Callable[..., Target]) -> None:
-    llama_target = make_target()
-    documents = _documents()
-    batch = pack_documents(documents, anchors_per_document=2)
-    unlimited = FeatureCache(llama_target, 2**20)
-    expected = unlimited.forward(batch)
-    limit = unlimited.used_bytes // 2
-    cache = FeatureCache(llama_target, limit)
+def test_outputs_equal_one_packed_forward(target: Target) -> None:
+    cache, batch = FeatureCache(target, 10**9), pack(0, 1, 2)
+    expected = target.forward_packed(batch.input_ids_T, batch.position_ids_T)
     for _ in range(2):
-        output = cache.forward(batch)
-        assert torch.equal(output.features_TC, expected.features_TC)
-    assert 0 < cache.used_bytes <= limit
+        got = cache.forward(batch)
+        torch.testing.assert_close(got.hidden_TH, expected.hidden_TH, rtol=0, atol=1e-4)
+        torch.testing.assert_close(got.features_TC, expected.features_TC, rtol=0, atol=1e-4)
+
+
+def test_a_document_runs_once_and_its_output_does_not_depend_on_its_neighbours(
+    target: Target, runs: list[int]
+) -> None:
+    cache = FeatureCache(target, 10**9)
+    together = cache.forward(pack(0, 1, 2))
+    assert runs == list(LENGTHS)
+    alone = FeatureCache(target, 0).forward(pack(1))
+    runs.clear()
+    again = cache.forward(pack(2, 1))
+    assert runs == []
+    assert torch.equal(again.features_TC[12:], together.features_TC[9:14])
+    assert torch.equal(again.features_TC[12:], alone.features_TC)
+    assert torch.equal(again.hidden_TH[:12], together.hidden_TH[14:])
+
+
+def test_memory_is_limited_and_what_does_not_fit_is_computed_anew(target: Target, runs: list[int]) -> None:
+    one = FeatureCache(target, 10**9)
+    one.forward(pack(0))
+    per_token = one.used_bytes // 9
+    assert one.used_bytes == 9 * (32 + 3 * 32) * 4
+    cache = FeatureCache(target, 15 * per_token)
+    first = cache.forward(pack(0, 2, 1))
+    assert cache.used_bytes == 14 * per_token
+    runs.clear()
+    second = cache.forward(pack(0, 2, 1))
+    assert runs == [12], "the document that did not fit"
+    assert torch.equal(first.features_TC, second.features_TC)

@@ -47,8 +47,8 @@ def test_rounds_fall_back_to_random_only_where_they_are_unknown() -> None:
 
 
 @given(
-    st.lists(st.booleans(), min_size=1, max_size=40),
-    st.integers(0, 12),
+    st.lists(st.booleans(), min_size=12, max_size=40),
+    st.integers(0, 5),
     st.sampled_from(get_args(AnchorSource)),
     st.integers(0, 3),
 )

@@ -1,16 +1,11 @@
-"""Training runs for the crash tests. Each takes place in a process of its own, which may kill itself with SIGKILL.
-
-The processes are forked from a server that has the heavy imports done, so that each costs a second or so.
-"""
+"""Training runs for the crash tests, to be run in a process of their own, which may kill itself with SIGKILL."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +22,7 @@ from lightning_modules.callbacks.publish import PublishRounds
 from lightning_modules.opd import OPDModule
 from pipeline.config import FitConfig, OnlineConfig
 from pipeline.fitting import CHECKPOINT, fit, loss_spec, online_trainer, optim_spec, stage_trainer
+from pipeline.stages.online import stop_on_sigterm
 from serving_bridge.spool import SpoolReader, retain
 from tests.lightning_modules.training_samples import (
     TARGET_ID,
@@ -38,26 +34,6 @@ from tests.lightning_modules.training_samples import (
 
 KILLED = -signal.SIGKILL
 NEVER = 1000
-PRELOAD = [
-    "lightning",
-    "pipeline.fitting",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3.modeling_qwen3",
-]
-
-
-def in_process(function: Callable[..., None], *arguments: Any) -> int | None:
-    """Run a function of an importable module in its own process and return the exit code."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=function, args=arguments)
-    process.start()
-    process.join(100)
-    if process.is_alive():
-        process.kill()
-        process.join()
-        raise AssertionError("the training process hangs")
-    return process.exitcode
 
 
 def kill_myself() -> None:
@@ -65,14 +41,14 @@ def kill_myself() -> None:
 
 
 class KillAt(L.Callback):
-    """Kills the process at a hook, when the number of batches begun in all is `batch`."""
+    """Sends the process a signal at a hook, when the number of batches begun in all is `batch`."""
 
-    def __init__(self, hook: str, batch: int) -> None:
-        self.hook, self.batch = hook, batch
+    def __init__(self, hook: str, batch: int, signal_number: int = signal.SIGKILL) -> None:
+        self.hook, self.batch, self.signal = hook, batch, signal_number
 
     def _reached(self, hook: str, trainer: L.Trainer) -> None:
         if hook == self.hook and trainer.fit_loop.total_batch_idx + 1 == self.batch:
-            kill_myself()
+            os.kill(os.getpid(), self.signal)
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._reached("batch_start", trainer)
@@ -137,7 +113,11 @@ def run_offline(directory: Path, changes: dict[str, Any], kill: tuple[str, int] 
     L.seed_everything(7, verbose=False)
     target = make_target()
     module = NoisyTraining(
-        make_drafter(target), target, loss_spec(settings.loss), optim_spec(settings.optim, settings.steps)
+        make_drafter(target),
+        target,
+        loss_spec(settings.loss),
+        optim_spec(settings.optim, settings.steps),
+        feature_cache_bytes=20_000,  # holds about half of the documents
     )
     export = ExportBest(directory / "drafter", target.identity, "v1")
     callbacks = [export, FinalState(directory / "final.pt"), *([KillAt(*kill)] if kill else [])]
@@ -209,9 +189,14 @@ class FilePublisher:
 
 
 class FragileStream(StreamingDataModule):
-    """Kills the process before the cursor of a round is committed, or in the middle of collecting one."""
+    """Kills the process while it collects a round, between its last batch and its end, or before it is committed."""
 
     kill: tuple[str, int] | None = None
+
+    def finish_round(self) -> None:
+        if self.kill == ("finish_round", self.stream.round_index):
+            kill_myself()
+        super().finish_round()
 
     def commit(self) -> None:
         if self.kill == ("before_commit", self.stream.round_index - 1):
@@ -234,7 +219,7 @@ class Retention(L.Callback):
         retain(self.spool)
 
 
-def run_online(directory: Path, kill: tuple[str, int] | None) -> None:
+def run_online(directory: Path, kill: tuple[Any, ...] | None) -> None:
     """Online rounds over `<directory>/spool` until it is exhausted; writes `final.pt` and `stream.json`."""
     torch.set_num_threads(1)
     L.seed_everything(7, verbose=False)
@@ -266,6 +251,8 @@ def run_online(directory: Path, kill: tuple[str, int] | None) -> None:
     ]
     if kill is not None:
         callbacks.append(KillAt(*kill))
-    trainer = online_trainer(directory, ONLINE, logger=False, callbacks=callbacks)
-    fit(trainer, module, data, str(checkpoint) if checkpoint.exists() else None)
+    with stop_on_sigterm() as terminated:
+        data.should_stop = terminated
+        trainer = online_trainer(directory, ONLINE, logger=False, callbacks=[*callbacks, terminated])
+        fit(trainer, module, data, str(checkpoint) if checkpoint.exists() else None)
     (directory / "stream.json").write_text(json.dumps(data.state_dict()))

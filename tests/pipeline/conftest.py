@@ -1,4 +1,4 @@
-"""A fresh tracking store per test, copied from one whose tables were made once."""
+"""Tracking stores, copied from one whose tables were made once, and a whole run that tests share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.tracking import Tracking, open_client
+from tests.pipeline.tiny_run import write_config
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +26,17 @@ def tracking(tmp_path: Path, migrated_database: Path) -> Tracking:
     database.parent.mkdir()
     shutil.copyfile(migrated_database, database)
     return Tracking(f"sqlite:///{database}", "test")
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory: pytest.TempPathFactory, migrated_database: Path) -> Path:
+    """The directory of a finished whole run: `tiny.yaml`, its prompts, and `out`. Copy it before changing anything."""
+    from pipeline.config import load_config
+    from pipeline.stages.whole import run_whole
+
+    directory = tmp_path_factory.mktemp("whole")
+    config = load_config(write_config(directory))
+    config.output.mkdir()
+    shutil.copyfile(migrated_database, config.output / "mlflow.db")
+    run_whole(config)
+    return directory

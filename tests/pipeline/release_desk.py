@@ -5,6 +5,8 @@ Element 0 of `fc.weight` is the quality that the replaced replay reports, so a t
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from drafters.replay import ReplayResult
 from drafters.target import Target
 from pipeline.gate import GatePolicy
 from pipeline.models import TargetBundle
-from pipeline.registry import Registry, model_name_for
+from pipeline.registry import Registry
 from pipeline.release import ReleaseDesk
 from pipeline.tracking import Tracking
 from tests.serving_bridge.tiny_serving import tiny_drafter, tiny_target, to_document
@@ -60,28 +62,46 @@ class FakeReplay:
         return [ReplayResult(d.document_id, d.domain, round(quality * ROUNDS), ROUNDS) for d in asked]
 
 
-class DeskFixture:
-    """Makes desks on one store, as several processes would one after the other."""
+class Desks:
+    """Makes desks on one registered model, as several processes would one after the other."""
 
-    def __init__(self, tracking: Tracking, workspace: Path, replay: FakeReplay) -> None:
+    def __init__(self, tracking: Tracking, model_name: str, workspace: Path, replay: FakeReplay) -> None:
         self.tracking = tracking
+        self.model_name = model_name
         self.workspace = workspace
         self.replay = replay
         with tracking.run("online") as run:
             self.run_id = run.run_id
 
+    @property
+    def registry(self) -> Registry:
+        """The registered model."""
+        return Registry(self.tracking.tracking_uri, self.model_name)
+
     def open(self) -> ReleaseDesk:
         """A desk that remembers nothing of earlier ones."""
-        target = tiny_target()
-        name = model_name_for(target.identity.target_id, "dflash")
         policy = GatePolicy(min_documents=4, bootstrap_samples=200)
-        bundle = TargetBundle(target, None, "tiny", [])
-        return ReleaseDesk(Registry(self.tracking.tracking_uri, name), bundle, policy, self.workspace)
+        bundle = TargetBundle(tiny_target(), None, "tiny", [])
+        return ReleaseDesk(self.registry, bundle, policy, self.workspace)
+
+
+@pytest.fixture(scope="module")
+def shared_tracking(migrated_database: Path, tmp_path_factory: pytest.TempPathFactory) -> Tracking:
+    """One store for a file of tests: opening another for each of them takes longer than the tests do."""
+    database = tmp_path_factory.mktemp("store") / "mlflow.db"
+    shutil.copyfile(migrated_database, database)
+    return Tracking(f"sqlite:///{database}", "test")
 
 
 @pytest.fixture
-def desks(tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeskFixture:
-    """See `DeskFixture`."""
+def desks(
+    shared_tracking: Tracking,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Desks:
+    """See `Desks`; every test has a registered model of its own."""
     replay = FakeReplay()
     monkeypatch.setattr(pipeline.release, "replay", replay)
-    return DeskFixture(tracking, tmp_path / "versions", replay)
+    model_name = re.sub(r"\W+", "-", request.node.name)
+    return Desks(shared_tracking, model_name, tmp_path / "versions", replay)

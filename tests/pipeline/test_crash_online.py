@@ -6,6 +6,7 @@ Every record is trained on in exactly one round, every round is published, and a
 from __future__ import annotations
 
 import json
+import signal
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 
 from datamodules.streaming import is_held_out
 from serving_bridge.spool_layout import SpoolLayout
-from tests.lightning_modules.crash_worker import KILLED, ONLINE, STREAM, in_process, run_online
+from tests.lightning_modules.crash_worker import KILLED, ONLINE, STREAM, run_online
+from tests.lightning_modules.processes import in_process
 from tests.lightning_modules.training_samples import make_record, write_spool
 from tests.pipeline.test_resume_offline import assert_same
 
@@ -85,7 +87,8 @@ CASES = {
     "before_the_first_checkpoint": [("batch_start", 3)],
     "right_after_a_checkpoint": [("batch_start", 5)],
     "twice_in_an_accumulation": [("batch_start", 6), ("batch_start", 6)],
-    "on_the_last_batch": [("batch_start", 20), ("batch_start", 20)],
+    # a checkpoint is due at the last step of round 1
+    "after_the_last_batch": [("batch_start", 20), ("finish_round", 1)],
     "between_checkpoint_and_commit": [("before_commit", 0)],
     "between_commit_and_publish": [("publish_start", 1)],
     "inside_publish": [("publish_middle", 1), ("publish_middle", 1)],
@@ -126,3 +129,16 @@ def test_nothing_is_lost_and_nothing_trained_twice(name: str, tmp_path: Path, un
     for number, attempts in published.items():
         for attempt in attempts:
             assert attempt == once[number][0]
+
+
+@pytest.mark.parametrize("batch", [13, 20], ids=["in_the_middle_of_a_round", "on_its_last_batch"])
+def test_sigterm_ends_between_rounds(batch: int, tmp_path: Path, uninterrupted: Path) -> None:
+    directory = start(tmp_path / "run")
+    assert in_process(run_online, directory, ("batch_start", batch, signal.SIGTERM)) == 0
+    assert json.loads((directory / "stream.json").read_text())["round_index"] == 2
+    assert (directory / "settled.txt").read_text().split() == ["0", "1"]
+    assert in_process(run_online, directory, None) == 0
+    assert_same(
+        torch.load(directory / "final.pt", weights_only=True),
+        torch.load(uninterrupted / "final.pt", weights_only=True),
+    )

@@ -19,10 +19,17 @@ from pipeline.online import OnlinePublisher, OnlineState
 from pipeline.registry import Registry
 from pipeline.release import ReleaseDesk
 from serving_bridge.server import SwapError, SwapReport
-from tests.pipeline.release_desk import DeskFixture, checkpoint_of, desks, documents, drafter_of
+from tests.pipeline.release_desk import (
+    Desks,
+    checkpoint_of,
+    desks,
+    documents,
+    drafter_of,
+    shared_tracking,
+)
 from tests.serving_bridge.tiny_serving import tiny_target
 
-__all__ = ["desks"]
+__all__ = ["desks", "shared_tracking"]
 
 NAME = "tiny"
 FIRST = "offline"
@@ -72,7 +79,7 @@ class FakeCanary:
 class Scene:
     """A champion of acceptance length 1.5 on two servers, and publishers as processes would make them."""
 
-    def __init__(self, desks: DeskFixture, directory: Path, canary: FakeCanary) -> None:
+    def __init__(self, desks: Desks, directory: Path, canary: FakeCanary) -> None:
         self.desks, self.directory, self.canary = desks, directory, canary
         directory.mkdir()
         self.servers = [FakeServer(FIRST), FakeServer(FIRST)]
@@ -95,7 +102,7 @@ class Scene:
 
     @property
     def registry(self) -> Registry:
-        return self.desks.open().registry
+        return self.desks.registry
 
     def champion(self) -> int:
         found = self.registry.champion()
@@ -107,7 +114,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(desks: DeskFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+def scene(desks: Desks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     canary = FakeCanary()
     monkeypatch.setattr(pipeline.online, "watch", canary)
     return Scene(desks, tmp_path / "online", canary)
@@ -188,7 +195,7 @@ def test_canary_brings_all_servers_back(scene: Scene) -> None:
 def test_a_server_stuck_on_the_challenger_is_an_error_that_names_the_remedy(scene: Scene) -> None:
     scene.canary.verdict = CanaryVerdict(False, "live is poor", 1.1, 1.5, 12)
     scene.servers[0].refuses = {FIRST}
-    with pytest.raises(UserError, match="1 of 2 servers.*--resume"):
+    with pytest.raises(UserError, match=r"1 of 2 servers.*--resume"):
         settle(scene.publisher(), 1.75)
     assert scene.serving() == ["tiny-r1", FIRST]  # the other one is back all the same
     assert scene.registry.get(2).tags["gate_outcome"] == "refused" and scene.champion() == 1
@@ -202,12 +209,10 @@ def test_a_server_stuck_on_the_challenger_is_an_error_that_names_the_remedy(scen
     assert scene.serving() == [FIRST, FIRST]
 
 
-def test_first_champion_needs_no_canary(desks: DeskFixture, scene: Scene, tmp_path: Path) -> None:
-    class EmptyRegistry(Registry):
-        pass
-
+def test_first_champion_needs_no_canary(scene: Scene, tmp_path: Path) -> None:
     publisher = scene.publisher()
-    publisher.desk.registry = EmptyRegistry(desks.tracking.tracking_uri, "another-model")
+    publisher.desk.registry = Registry(scene.desks.tracking.tracking_uri, "an-empty-model")
+    publisher.desk.workspace = tmp_path / "elsewhere"
     publisher.reconcile()  # nothing to bring servers to
     settle(publisher, 1.25)
     champion = publisher.desk.registry.champion()
@@ -271,20 +276,12 @@ def in_export(scene: Scene, patch: Patch) -> None:
     patch.setattr(pipeline.online, "save_drafter", die)
 
 
-def after_export(scene: Scene, patch: Patch) -> None:
-    patch.setattr(ReleaseDesk, "submit", die)
-
-
 def after_registration(scene: Scene, patch: Patch) -> None:
     patch.setattr(pipeline.release, "judge", die)
 
 
 def after_gate(scene: Scene, patch: Patch) -> None:
     patch.setattr(ReleaseDesk, "submit", dies_after(ReleaseDesk.submit))
-
-
-def before_swap(scene: Scene, patch: Patch) -> None:
-    scene.servers[0].dies = True
 
 
 def between_swaps(scene: Scene, patch: Patch) -> None:
@@ -324,10 +321,8 @@ def repair(scene: Scene) -> None:
     "crash",
     [
         in_export,
-        after_export,
         after_registration,
         after_gate,
-        before_swap,
         between_swaps,
         in_canary,
         before_promotion,

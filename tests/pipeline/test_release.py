@@ -15,20 +15,20 @@ from drafters.packing import Document
 from pipeline.gate import Verdict
 from pipeline.registry import CHAMPION
 from pipeline.release import ReleaseDesk
-from tests.pipeline.release_desk import DeskFixture, checkpoint_of, desks, documents
+from tests.pipeline.release_desk import Desks, checkpoint_of, desks, documents, shared_tracking
 
-__all__ = ["desks"]
+__all__ = ["desks", "shared_tracking"]
 
 
 def submit(
-    desk: ReleaseDesk, directory: Path, desks: DeskFixture, held: list[Document] | None = None
+    desk: ReleaseDesk, directory: Path, desks: Desks, held: list[Document] | None = None
 ) -> tuple[int, Verdict]:
     held = documents() if held is None else held
     return desk.submit(directory, held, run_id=desks.run_id, tags={"data_window": "test"})
 
 
 @pytest.fixture
-def desk(desks: DeskFixture, tmp_path: Path) -> ReleaseDesk:
+def desk(desks: Desks, tmp_path: Path) -> ReleaseDesk:
     """With version 1 as champion, of acceptance length 1.5."""
     desk = desks.open()
     version, verdict = submit(desk, checkpoint_of(tmp_path / "first", 1.5, "v1"), desks)
@@ -37,7 +37,7 @@ def desk(desks: DeskFixture, tmp_path: Path) -> ReleaseDesk:
     return desk
 
 
-def test_first_drafter_is_accepted_as_challenger_with_its_figures(desks: DeskFixture, tmp_path: Path) -> None:
+def test_first_drafter_is_accepted_as_challenger_with_its_figures(desks: Desks, tmp_path: Path) -> None:
     desk = desks.open()
     held = documents(4) + documents(4, "code", "c")
     version, verdict = submit(desk, checkpoint_of(tmp_path / "first", 1.25, "v1"), desks, held)
@@ -51,7 +51,7 @@ def test_first_drafter_is_accepted_as_challenger_with_its_figures(desks: DeskFix
     assert challenger.run_id == desks.run_id
 
 
-def test_better_challenger_is_accepted(desk: ReleaseDesk, desks: DeskFixture, tmp_path: Path) -> None:
+def test_better_challenger_is_accepted(desk: ReleaseDesk, desks: Desks, tmp_path: Path) -> None:
     version, verdict = submit(desk, checkpoint_of(tmp_path / "better", 1.75, "v2"), desks)
     assert verdict.accepted
     found = desk.registry.get(version)
@@ -59,7 +59,7 @@ def test_better_challenger_is_accepted(desk: ReleaseDesk, desks: DeskFixture, tm
 
 
 def test_worse_but_finite_challenger_is_refused_with_the_reason_in_the_registry(
-    desk: ReleaseDesk, desks: DeskFixture, tmp_path: Path
+    desk: ReleaseDesk, desks: Desks, tmp_path: Path
 ) -> None:
     version, verdict = submit(desk, checkpoint_of(tmp_path / "worse", 1.25, "v2"), desks)
     assert not verdict.accepted
@@ -72,7 +72,7 @@ def test_worse_but_finite_challenger_is_refused_with_the_reason_in_the_registry(
 
 
 def test_the_same_drafter_again_is_the_same_version_and_is_not_replayed_again(
-    desk: ReleaseDesk, desks: DeskFixture, tmp_path: Path
+    desk: ReleaseDesk, desks: Desks, tmp_path: Path
 ) -> None:
     first = submit(desk, checkpoint_of(tmp_path / "a", 1.75, "v2"), desks)
     asked = len(desks.replay.asked)
@@ -81,9 +81,7 @@ def test_the_same_drafter_again_is_the_same_version_and_is_not_replayed_again(
     assert len(desk.registry.list_versions()) == 2
 
 
-def test_the_champion_itself_is_told_so_and_stays(
-    desk: ReleaseDesk, desks: DeskFixture, tmp_path: Path
-) -> None:
+def test_the_champion_itself_is_told_so_and_stays(desk: ReleaseDesk, desks: Desks, tmp_path: Path) -> None:
     version, verdict = submit(desk, tmp_path / "first", desks)
     assert (version, verdict.accepted) == (1, False)
     assert verdict.reason == "version 1 is the champion already"
@@ -93,7 +91,7 @@ def test_the_champion_itself_is_told_so_and_stays(
 
 
 def test_weights_that_are_not_finite_are_registered_as_refused(
-    desk: ReleaseDesk, desks: DeskFixture, tmp_path: Path
+    desk: ReleaseDesk, desks: Desks, tmp_path: Path
 ) -> None:
     bad = checkpoint_of(tmp_path / "bad", 1.75, "v2")
     tensors = load_file(bad / "model.safetensors")
@@ -108,7 +106,7 @@ def test_weights_that_are_not_finite_are_registered_as_refused(
 
 
 def test_a_damaged_drafter_is_an_error_and_leaves_no_version(
-    desk: ReleaseDesk, desks: DeskFixture, tmp_path: Path
+    desk: ReleaseDesk, desks: Desks, tmp_path: Path
 ) -> None:
     bad = checkpoint_of(tmp_path / "bad", 1.75, "v2")
     with (bad / "model.safetensors").open("ab") as stream:
@@ -118,9 +116,7 @@ def test_a_damaged_drafter_is_an_error_and_leaves_no_version(
     assert len(desk.registry.list_versions()) == 1
 
 
-def test_replays_are_kept_by_drafter_and_document(
-    desk: ReleaseDesk, desks: DeskFixture, tmp_path: Path
-) -> None:
+def test_replays_are_kept_by_drafter_and_document(desk: ReleaseDesk, desks: Desks, tmp_path: Path) -> None:
     ids = [d.document_id for d in documents(10)]
     desks.replay.asked.clear()
     submit(desk, checkpoint_of(tmp_path / "a", 1.25, "v2"), desks)
@@ -138,7 +134,7 @@ def test_replays_are_kept_by_drafter_and_document(
 
 
 def test_checkpoint_is_downloaded_once_and_verified(
-    desk: ReleaseDesk, desks: DeskFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    desk: ReleaseDesk, desks: Desks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh = desks.open()
     fresh.workspace = tmp_path / "elsewhere"
@@ -156,9 +152,9 @@ def test_checkpoint_is_downloaded_once_and_verified(
         fresh.checkpoint(1)
 
 
-def test_a_version_that_the_store_has_damaged_is_an_error(desk: ReleaseDesk, desks: DeskFixture) -> None:
+def test_a_version_that_the_store_has_damaged_is_an_error(desk: ReleaseDesk, desks: Desks) -> None:
     store = Path(desks.tracking.tracking_uri.removeprefix("sqlite:///")).parent
-    (weights,) = store.rglob("model.safetensors")
+    (weights,) = store.glob(f"artifacts/{desks.run_id}/**/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     fresh = desks.open()
     fresh.workspace = desks.workspace / "elsewhere"

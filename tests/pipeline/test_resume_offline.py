@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from drafters.checkpoint import drafter_digest
-from tests.lightning_modules.crash_worker import KILLED, NEVER, in_process, run_offline
+from tests.lightning_modules.crash_worker import KILLED, NEVER, run_offline
+from tests.lightning_modules.processes import in_process
 
 Kill = tuple[str, int]
 
