@@ -66,7 +66,9 @@ class OfflineDataModule(L.LightningDataModule):
             self.train_documents,
             self.packing,
             seed=self.seed,
-            num_batches=steps * trainer.accumulate_grad_batches if trainer is not None and steps > 0 else None,
+            num_batches=steps * trainer.accumulate_grad_batches
+            if trainer is not None and steps > 0
+            else None,
             rank=rank,
             world_size=world_size,
         )

@@ -110,9 +110,7 @@ class StreamingDataModule(L.LightningDataModule):
         self._clock, self._sleep = clock, sleep
         sample = torch.randperm(len(offline), generator=derived_generator(seed, OFFLINE_ROUND))
         kept = sorted(sample[: spec.buffer_capacity // 2].tolist())
-        self.stream = StreamState(
-            cursor=reader.cursor, buffer=[(OFFLINE_ROUND, offline[i]) for i in kept]
-        )
+        self.stream = StreamState(cursor=reader.cursor, buffer=[(OFFLINE_ROUND, offline[i]) for i in kept])
 
     @property
     def in_round(self) -> bool:
@@ -144,7 +142,9 @@ class StreamingDataModule(L.LightningDataModule):
         draft = _Collection(stream, spec, self.target_id, self.packing.max_length)
         last_news = self._clock()
         while len(draft.fresh) < spec.trigger:
-            stopping = self.should_stop()  # asked first: what was written before the word to stop is still read
+            stopping = (
+                self.should_stop()
+            )  # asked first: what was written before the word to stop is still read
             deliveries = self.reader.read(spec.trigger - len(draft.fresh))
             for delivery in deliveries:
                 draft.admit(delivery.record)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from drafters.dflash import DFlashDrafter
 from drafters.errors import UserError
 from drafters.identity import TargetIdentity
 from drafters.length_head import LengthHead
+from drafters.precondition import plain_state
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -106,7 +106,10 @@ def save_drafter(
             **(extra or {}),
         }
         _write_json(staging / MANIFEST, manifest)
-        os.chmod(staging, 0o755)
+        # temporary directories and safetensors files are private; a serving engine may run as another user
+        for path in staging.iterdir():
+            path.chmod(0o644)
+        staging.chmod(0o755)
         _replace_directory(staging, directory)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -190,7 +193,7 @@ def first_nonfinite(tensors: dict[str, torch.Tensor]) -> str | None:
 
 def _save_tensors(path: Path, module: nn.Module, dtype: torch.dtype) -> None:
     tensors = {
-        name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in module.state_dict().items()
+        name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in plain_state(module).items()
     }
     bad = first_nonfinite(tensors)
     if bad is not None:

@@ -105,10 +105,6 @@ class DataConfig(Section):
     val_fraction: float = Field(
         0.05, ge=0, lt=1, description="Share of training prompts kept for validation and the gate, by hash."
     )
-    val_domains: list[str] | None = Field(
-        None,
-        description="Domains validated while training offline; null takes those of the training mixture.",
-    )
     limit: int | None = Field(None, ge=1, description="Most training prompts in all.")
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are skipped and counted.")
     max_length: int = Field(2048, ge=8, description="Documents are cut to this many tokens.")
@@ -328,6 +324,10 @@ class Config(Section):
     output: Path = Field(Path("outputs/run"), description="Directory of all results.")
     seed: int = Field(0, description="Of everything random: order, anchors, initial weights, sampling.")
     threads: int | None = Field(None, ge=1, description="CPU threads; null leaves torch's default.")
+    budget_minutes: dict[str, float] = Field(
+        default_factory=dict,
+        description="Expected minutes of each stage, shown by `run` beside the time taken.",
+    )
     target: TargetConfig
     drafter: DrafterConfig = DrafterConfig()
     data: DataConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shlex
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,10 +120,10 @@ class Invocation:
         try:
             written = stage()
         except SystemExit as stop:
-            # Lightning turns Ctrl-C into exit code 1.
+            # Lightning turns Ctrl-C into exit code 1, and SIGTERM into 0.
             if isinstance(stop.__context__, KeyboardInterrupt):
                 raise KeyboardInterrupt from None
-            raise
+            raise SystemExit(stop.code or 128 + signal.SIGTERM) from None
         typer.echo(str(written))
         if then is not None:
             typer.echo(f"next: {self._command_line(then)}", err=True)

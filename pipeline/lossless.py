@@ -105,7 +105,7 @@ def _decode_while_swapping(
     def keep_swapping() -> None:
         # with one checkpoint it replaces itself: still a new drafter object, hence a rebuilt context
         for directory in itertools.cycle([*directories[1:], directories[0]]):
-            if done.wait(0.2):
+            if done.wait(0.05):
                 return
             engine.swap(directory)
             report.swaps += 1

@@ -10,11 +10,13 @@ import hashlib
 import importlib.util
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -26,11 +28,16 @@ from drafters.errors import UserError
 from drafters.identity import TargetIdentity, require_same_target, tokenizer_hash
 from drafters.initialise import initialise
 from drafters.layer_ids import check_layer_ids, default_layer_ids
+from drafters.packing import Document
 from drafters.policies import AdaFlashPolicy, FixedPolicy, LengthPolicy
+from drafters.precondition import feature_rms, precondition
 from drafters.target import Target
 from pipeline.config import Config, PolicyConfig
 from pipeline.hardware import resolve_dtype
 from pipeline.tiny_target import write_tiny_target
+
+PRECONDITION_DOCUMENTS = 32
+"""Documents whose features set the scale in which `fc` is trained."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,8 @@ def load_target(config: Config, *, dtype: str | None = None) -> TargetBundle:
         model: Any = AutoModelForCausalLM.from_pretrained(
             source, revision=config.target.revision, dtype=torch_dtype
         )
-    except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        first_line = str(error).strip().partition("\n")[0]
         raise UserError(f"target.model: {config.target.model} cannot be loaded ({first_line})") from None
     if torch.cuda.is_available():
         model = model.to("cuda")
@@ -176,6 +183,15 @@ def new_drafter(config: Config, bundle: TargetBundle) -> DFlashDrafter:
         drafter, target, config.drafter.init, seed=config.seed, layer_ids=config.drafter.init_layer_ids
     )
     return drafter.to(target.device)
+
+
+def prepare_training(
+    drafter: DFlashDrafter, bundle: TargetBundle, documents: Sequence[Document]
+) -> DFlashDrafter:
+    """The drafter with fp32 master weights and its feature projection preconditioned on some of the documents."""
+    drafter.float().train()
+    precondition(drafter, feature_rms(bundle.target, documents[:PRECONDITION_DOCUMENTS]))
+    return drafter
 
 
 def load_drafter_for(

@@ -24,8 +24,7 @@ def write_report(config: Config) -> Path:
     result = _read(config.output / "result.json")
     online = _read(config.output / "online" / "state.json")
     metrics = result["metrics"]
-    evaluation = _read(config.output / "evaluate" / "result.json")["metrics"]
-    rows = closing_rows(metrics, evaluation, online)
+    rows = closing_rows(metrics, online, config.budget_minutes, result["wall_seconds"])
     show_table(f"{config.name}: closing table", ["figure", "value"], rows)
     plots = [
         ("Acceptance length on held-out prompts, before and after going online", _domains(metrics)),
@@ -39,14 +38,14 @@ def write_report(config: Config) -> Path:
 
 
 def closing_rows(
-    metrics: dict[str, Any], evaluation: dict[str, Any], online: dict[str, Any]
+    metrics: dict[str, Any], online: dict[str, Any], budget: dict[str, float], concluding_seconds: float
 ) -> list[list[str]]:
     """The figures that the run is about."""
     before, after = (
         metrics["online"]["acceptance_length_before"],
         metrics["online"]["acceptance_length_after"],
     )
-    speed = evaluation.get("speed") or {}
+    speed = metrics.get("speed") or {}
     rows = [
         ["lossless (float32, every policy, under swaps)", str(metrics["lossless"])],
         ["offline acceptance length, all held-out prompts", f"{metrics['offline']['acceptance_length']:.3f}"],
@@ -61,10 +60,11 @@ def closing_rows(
         ["online rounds", ", ".join(o["outcome"] for o in online["outcomes"]) or "none"],
     ]
     rows += [[name.replace("_", " "), f"{value:.2f}"] for name, value in sorted(speed.items())]
-    rows += [
-        [f"time, {stage.replace('_', ' ')}", f"{seconds:.0f} s"]
-        for stage, seconds in metrics["stage_seconds"].items()
-    ]
+    seconds = {**metrics["stage_seconds"], "conclusion": concluding_seconds}
+    for stage, taken in seconds.items():
+        planned = f" of {60 * budget[stage]:.0f}" if stage in budget else ""
+        rows.append([f"time, {stage.replace('_', ' ')}", f"{taken:.0f}{planned} s"])
+    rows.append(["time in all", f"{sum(seconds.values()) / 60:.1f} min"])
     return rows
 
 

@@ -17,7 +17,7 @@ from pipeline.config import Config
 from pipeline.console import say
 from pipeline.corpus import responses_directory, train_and_validation
 from pipeline.fitting import fit, loss_spec, optim_spec, packing_spec, resume_path, stage_trainer
-from pipeline.models import TargetBundle, load_drafter_for
+from pipeline.models import TargetBundle, load_drafter_for, prepare_training
 from pipeline.stages.context import open_stage, tracking_for
 
 
@@ -40,7 +40,7 @@ def distill_offline(config: Config, *, drafter: Path, resume: bool = False) -> P
                 train = with_round_starts(drafter, bundle, train)
         say(f"distilling on {len(train)} documents")
         module = OPDModule(
-            loaded.drafter.float().train(),
+            prepare_training(loaded.drafter, bundle, train),
             bundle.target,
             loss_spec(settings.loss),
             optim_spec(settings.optim, settings.steps),

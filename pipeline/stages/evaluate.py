@@ -101,4 +101,5 @@ def write_heldout(path: Path, documents: Sequence[Document]) -> None:
                 "output_ids": output,
             }
             handle.write(json.dumps(row) + "\n")
+    os.chmod(name, 0o644)
     os.replace(name, path)

@@ -76,6 +76,7 @@ def fit_length_head(config: Config, *, drafter: Path, resume: bool = False) -> P
 def calibrate(module: LengthHeadModule, documents: list[Document], config: Config) -> dict[str, float]:
     """Prediction against label over all complete blocks at round starts."""
     predicted, labels = [], []
+    module.length_head.to(module.target.device)  # Lightning leaves what it has trained on the CPU
     block_size = module.frozen_drafter[0].block_size
     for number, pack in enumerate(iterate_packs(documents, config.data.row_tokens)):
         batch = pack_documents(

@@ -20,7 +20,7 @@ from pipeline.config import Config, OnlineConfig
 from pipeline.console import say
 from pipeline.corpus import train_and_validation
 from pipeline.fitting import CHECKPOINT, fit, loss_spec, online_trainer, optim_spec, resume_path
-from pipeline.models import load_drafter_for
+from pipeline.models import load_drafter_for, prepare_training
 from pipeline.online import OnlinePublisher
 from pipeline.release import ReleaseDesk, gate_policy
 from pipeline.stages.context import Stage, open_stage, tracking_for
@@ -71,7 +71,7 @@ def distill_online(
         loaded = load_drafter_for(start, bundle)
         L.seed_everything(config.seed, verbose=False)
         module = OPDModule(
-            loaded.drafter.float().train(),
+            prepare_training(loaded.drafter, bundle, train),
             bundle.target,
             loss_spec(settings.loss),
             optim_spec(settings.optim, None),
@@ -105,7 +105,7 @@ def distill_online(
             stage.output,
             settings,
             logger=tracking_for(config).lightning_logger(stage.tracked.run_id),
-            callbacks=[PublishRounds(publisher, stage.output / CHECKPOINT), _Retention(spool), terminated],
+            callbacks=[PublishRounds(publisher, stage.output / CHECKPOINT), Retention(spool), terminated],
         )
         with stage.result.section("rounds"):
             fit(trainer, module, datamodule, checkpoint)
@@ -161,7 +161,7 @@ def reader_at_end(spool: Path) -> SpoolReader:
     return reader
 
 
-class _Retention(L.Callback):
+class Retention(L.Callback):
     """Deletes log segments that every registered reader has behind it."""
 
     def __init__(self, spool: Path) -> None:

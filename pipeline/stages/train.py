@@ -15,7 +15,7 @@ from pipeline.config import Config, DrafterConfig
 from pipeline.console import say
 from pipeline.corpus import responses_directory, train_and_validation
 from pipeline.fitting import fit, loss_spec, optim_spec, packing_spec, resume_path, stage_trainer
-from pipeline.models import load_drafter_for, new_drafter
+from pipeline.models import load_drafter_for, new_drafter, prepare_training
 from pipeline.stages.context import open_stage, tracking_for
 
 
@@ -45,7 +45,7 @@ def train_drafter(config: Config, *, resume: bool = False, warm_start: Path | No
             f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters"
         )
         module = BlockTrainingModule(
-            drafter,
+            prepare_training(drafter, bundle, train),
             bundle.target,
             loss_spec(settings.loss),
             optim_spec(settings.optim, settings.steps),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
@@ -26,6 +27,7 @@ from pipeline.measure import acceptance_summary
 from pipeline.models import TargetBundle, load_drafter_for, make_policy
 from pipeline.release import ReleaseDesk, gate_policy
 from pipeline.report import write_report
+from pipeline.result import RESULT_FILE
 from pipeline.stages.context import Stage, open_stage
 from pipeline.stages.deploy import deploy_drafter
 from pipeline.stages.distill import distill_offline
@@ -52,6 +54,7 @@ def run_whole(config: Config) -> Path:
     `heldout.jsonl` are kept so that anyone can recompute them.
     """
     check_whole(config)
+    show_budget(config)
     runner = StageRunner(config)
     output = config.output
     runner.run("responses", lambda _: regenerate_responses(config))
@@ -65,6 +68,14 @@ def run_whole(config: Config) -> Path:
     runner.run("evaluate", lambda _: evaluate_drafter(config, drafter=offline))
     runner.run(".", lambda _: conclude(config, runner.seconds))
     return write_report(config)
+
+
+def show_budget(config: Config) -> None:
+    """What the run expects to take, before it starts."""
+    budget = config.budget_minutes
+    if budget:
+        rows = [[stage, f"{minutes:g}"] for stage, minutes in budget.items()]
+        show_table("time budget", ["stage", "minutes"], [*rows, ["total", f"{sum(budget.values()):g}"]])
 
 
 def check_whole(config: Config) -> None:
@@ -217,6 +228,9 @@ def conclude(config: Config, times: dict[str, float]) -> Path:
             **comparison,
             "registry": {"model_name": desk.registry.model_name, "champion_version": champion.version},
             "gate": {"refused": refused},
+            "speed": json.loads((config.output / "evaluate" / RESULT_FILE).read_text())["metrics"].get(
+                "speed"
+            ),
             "stage_seconds": dict(times),
         }
         for path in (offline, online, config.output / "heldout.jsonl"):

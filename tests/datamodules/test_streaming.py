@@ -31,7 +31,9 @@ from tests.lightning_modules.training_samples import (
     write_spool,
 )
 
-SPEC = StreamSpec(trigger=4, passes=2, holdout_fraction=0.0, buffer_share=0.0, poll_s=3.0, idle_timeout_s=10.0)
+SPEC = StreamSpec(
+    trigger=4, passes=2, holdout_fraction=0.0, buffer_share=0.0, poll_s=3.0, idle_timeout_s=10.0
+)
 PACKING = PackingSpec(row_tokens=1, anchors_per_document=6, anchor_source="rounds", max_length=64)
 
 
@@ -58,7 +60,12 @@ def make_stream(
 ) -> StreamingDataModule:
     write_spool(spool, records)
     time = time or FakeTime()
-    fields: dict[str, Any] = {"target_id": TARGET_ID, "seed": 3, "clock": lambda: time.now, "sleep": time.sleep}
+    fields: dict[str, Any] = {
+        "target_id": TARGET_ID,
+        "seed": 3,
+        "clock": lambda: time.now,
+        "sleep": time.sleep,
+    }
     packing = settings.pop("packing", PACKING)
     return StreamingDataModule(SpoolReader(spool, "trainer"), spec, packing, **(fields | settings))
 
@@ -129,7 +136,10 @@ def test_an_incomplete_collection_changes_nothing(tmp_path: Path) -> None:
 
 def test_waiting_ends_with_the_records_or_after_silence(tmp_path: Path) -> None:
     time = FakeTime()
-    time.events = [(6.0, lambda: write_spool(tmp_path, records(2))), (14.0, lambda: write_spool(tmp_path, records(3)))]
+    time.events = [
+        (6.0, lambda: write_spool(tmp_path, records(2))),
+        (14.0, lambda: write_spool(tmp_path, records(3))),
+    ]
     data = make_stream(tmp_path, records(0, 1), time=time)
     assert data.collect(), "each record starts the idle time anew"
     assert time.now < 20
@@ -173,7 +183,11 @@ def test_a_request_is_admitted_once(tmp_path: Path) -> None:
     spec = replace(SPEC, holdout_fraction=0.5, trigger=3)
     [kept] = held(True, 1)
     fresh = held(False, 6)
-    log = [*records(kept, kept), *records(fresh[0], fresh[0], *fresh[1:3]), *records(fresh[1], kept, *fresh[3:6])]
+    log = [
+        *records(kept, kept),
+        *records(fresh[0], fresh[0], *fresh[1:3]),
+        *records(fresh[1], kept, *fresh[3:6]),
+    ]
     data = make_stream(tmp_path, log, spec)
     assert next_round(data) == [f"r{n}" for n in fresh[:3]]
     assert next_round(data) == [f"r{n}" for n in fresh[3:6]]
@@ -209,7 +223,12 @@ def test_only_the_latest_held_out_records_are_kept(tmp_path: Path) -> None:
 
 def test_stale_records_are_skipped(tmp_path: Path) -> None:
     spec = replace(SPEC, max_record_age_s=100.0)
-    log = [*records(0, 1), make_record(2, time=2000.0), make_record(3, time=1899.0), make_record(4, time=1900.0)]
+    log = [
+        *records(0, 1),
+        make_record(2, time=2000.0),
+        make_record(3, time=1899.0),
+        make_record(4, time=1900.0),
+    ]
     data = make_stream(tmp_path, [*log, make_record(5, time=1950.0)], spec)
     assert next_round(data) == ["r0", "r1", "r2", "r4"]
     assert data.stream.counts["refused_stale"] == 1
@@ -242,7 +261,11 @@ def test_record_becomes_the_served_document() -> None:
     assert document.token_ids == [*record.prompt_ids, *record.output_ids]
     assert document.response_mask == [False] * PROMPT_LENGTH + [True] * len(record.output_ids)
     assert document.round_starts == [r.start for r in record.rounds]
-    assert (document.document_id, document.conversation_key, document.domain) == ("r3", "conversation-3", "code")
+    assert (document.document_id, document.conversation_key, document.domain) == (
+        "r3",
+        "conversation-3",
+        "code",
+    )
     assert record_to_document(make_record(3, rounds=[])).round_starts is None
 
 
@@ -372,7 +395,10 @@ def test_commit_registers_the_cursor_of_the_last_collection(tmp_path: Path) -> N
     data.commit()
     assert not data.collect()  # reads on, but keeps nothing
     data.commit()
-    assert names(record_to_document(d.record) for d in SpoolReader(tmp_path, "trainer").read(9)) == ["r4", "r5"]
+    assert names(record_to_document(d.record) for d in SpoolReader(tmp_path, "trainer").read(9)) == [
+        "r4",
+        "r5",
+    ]
 
 
 def test_bad_lines_in_the_log_are_passed_over(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_sampling_follows_the_seed(trained: Any) -> None:
             trained.target,
             trained.prompts[0],
             sampling=SamplingParams(temperature=1.0, seed=seed),
-            max_new_tokens=25,
+            max_new_tokens=12,
         )
         session.run(ServingDrafter(trained.drafter, FixedPolicy(), "v1", draft_sampling))  # type: ignore[arg-type]
         assert_consistent(session)

@@ -22,8 +22,8 @@ from lightning_modules.callbacks.publish import PublishRounds
 from lightning_modules.opd import OPDModule
 from pipeline.config import FitConfig, OnlineConfig
 from pipeline.fitting import CHECKPOINT, fit, loss_spec, online_trainer, optim_spec, stage_trainer
-from pipeline.stages.online import stop_on_sigterm
-from serving_bridge.spool import SpoolReader, retain
+from pipeline.stages.online import Retention, stop_on_sigterm
+from serving_bridge.spool import SpoolReader
 from tests.lightning_modules.training_samples import (
     TARGET_ID,
     make_documents,
@@ -123,9 +123,7 @@ def run_offline(directory: Path, changes: dict[str, Any], kill: tuple[str, int] 
     callbacks = [export, FinalState(directory / "final.pt"), *([KillAt(*kill)] if kill else [])]
     checkpoint = directory / CHECKPOINT
     validation = make_documents(2, first=50) if settings.validate_every < NEVER else []
-    trainer = stage_trainer(
-        directory, settings, logger=False, callbacks=callbacks, validate=bool(validation)
-    )
+    trainer = stage_trainer(directory, settings, logger=False, callbacks=callbacks, validate=bool(validation))
     data = OfflineDataModule(make_documents(14), validation, PackingSpec(42, 6, "random", 64), seed=3)
     fit(trainer, module, data, str(checkpoint) if checkpoint.exists() else None)
     (directory / "history.json").write_text(json.dumps(export.history))
@@ -209,14 +207,6 @@ class FragileStream(StreamingDataModule):
             self.reader.read(3)
             kill_myself()
         return super().collect()
-
-
-class Retention(L.Callback):
-    def __init__(self, spool: Path) -> None:
-        self.spool = spool
-
-    def on_train_epoch_end(self, *_: Any) -> None:
-        retain(self.spool)
 
 
 def run_online(directory: Path, kill: tuple[Any, ...] | None) -> None:

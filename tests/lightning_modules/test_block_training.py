@@ -94,7 +94,12 @@ def test_distillation_lowers_the_loss_and_raises_acceptance(tmp_path: Path) -> N
     module = OPDModule(make_drafter(target), target, LossSpec("opd"), FAST)
     before = total_acceptance_length(replay(module.drafter, target, documents))
     losses = train(
-        tmp_path, module, documents, steps=30, validation=documents, packing=PackingSpec(200, 99, "random", 64)
+        tmp_path,
+        module,
+        documents,
+        steps=30,
+        validation=documents,
+        packing=PackingSpec(200, 99, "random", 64),
     )
     assert losses.values[-1] < 0.6 * losses.values[0]
     after = total_acceptance_length(replay(module.drafter, target, documents))
@@ -159,7 +164,7 @@ def test_the_logged_metrics_describe_the_batch(cached: bool, tmp_path: Path) -> 
     )
     packing = PackingSpec(1, 99, "random", 64)
     metrics = train(tmp_path, module, [document], steps=1, packing=packing).metrics
-    assert metrics["train/loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["train/accuracy"] == pytest.approx(right / counted)
     assert metrics["train/block_acceptance"] == pytest.approx(1 + accepted / batch.num_blocks)
 
@@ -170,9 +175,7 @@ def test_sampled_text_is_trained_on_the_targets_own_choice() -> None:
     batch = pack_documents([make_document(3, 12)], anchors_per_document=0, anchor_source="all")
     losses = {}
     for teacher in (False, True):
-        module = BlockTrainingModule(
-            make_drafter(target), target, LossSpec(), FAST, teacher_labels=teacher
-        )
+        module = BlockTrainingModule(make_drafter(target), target, LossSpec(), FAST, teacher_labels=teacher)
         losses[teacher] = module.block_step(batch)[0]
     assert losses[False].labels_agree == 1.0
     assert losses[True].labels_agree < 0.5

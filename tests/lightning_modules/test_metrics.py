@@ -25,9 +25,7 @@ def random_results(seed: int, count: int) -> list[ReplayResult]:
         matched = [0, *(sum(a >= j for a in accepted) for j in range(1, BLOCK_SIZE))]
         starts = list(range(rounds))
         committed = sum(accepted) + rounds
-        results.append(
-            ReplayResult(f"d{number}", "x", committed, rounds, accepted, starts, reached, matched)
-        )
+        results.append(ReplayResult(f"d{number}", "x", committed, rounds, accepted, starts, reached, matched))
     return results
 
 

@@ -71,7 +71,9 @@ def test_decay_pulls_matrices_and_leaves_vectors() -> None:
     target = make_target()
     drafter = make_drafter(target)
     before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
-    optimizer = configure_adamw(drafter, None, OptimSpec(lr=0.1, weight_decay=0.5, warmup_steps=0))["optimizer"]
+    optimizer = configure_adamw(drafter, None, OptimSpec(lr=0.1, weight_decay=0.5, warmup_steps=0))[
+        "optimizer"
+    ]
     for parameter in drafter.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from drafters.checkpoint import file_sha256
 from pipeline.cli import main
+from pipeline.tiny_target import write_tiny_target
 from tests.pipeline.tiny_run import snapshot
-
-Spoil = Callable[[Path], None]
 
 
 @pytest.fixture
@@ -91,15 +90,10 @@ def test_malformed_prompt_row(run: Path, refused: Callable[..., str]) -> None:
 
 
 def test_prompts_longer_than_the_cap(run: Path, refused: Callable[..., str]) -> None:
-    shutil.rmtree(run / "out" / "responses")
-    (run / "out" / "responses" / "train").mkdir(parents=True)  # what a first try leaves
-    (run / "out" / "responses" / "train" / "responses.jsonl").touch()
-    set_cap = ["--set", "data.max_prompt_tokens=5"]
-    with pytest.raises(AssertionError, match=r"meta\.json"):  # the store's settings are noted; no response is
-        refused("data", "regenerate", "tiny.yaml", *set_cap)
-    message = refused("data", "regenerate", "tiny.yaml", *set_cap)
+    elsewhere = ["tiny.yaml", "--output", "fresh", "--set", "tracking.uri=sqlite:///out/mlflow.db"]
+    message = refused("data", "regenerate", *elsewhere, "--set", "data.max_prompt_tokens=5")
     assert "all 20 prompts are longer than 5 tokens; raise data.max_prompt_tokens" in message
-    assert "no usable responses" in refused("train", "tiny.yaml")
+    assert "fresh/responses/train: no usable responses" in refused("train", *elsewhere)
 
 
 def test_unknown_key(run: Path, refused: Callable[..., str]) -> None:
@@ -110,15 +104,9 @@ def test_unknown_key(run: Path, refused: Callable[..., str]) -> None:
 
 
 def test_responses_of_another_target(run: Path, refused: Callable[..., str]) -> None:
-    shutil.rmtree(run / "out" / "target")  # made again from another seed
-    (run / "out" / "target").mkdir()
-    (run / "out" / "target").rmdir()
-    message = "out/responses/train: made for target qwen3@"
-    words = ("train", "tiny.yaml", "--set", "seed=2")
-    with pytest.raises(AssertionError, match="target/"):  # the new target is written, nothing else
-        refused(*words)
-    assert message in refused(*words)
-    assert "refuses to mix" in refused("data", "regenerate", "tiny.yaml", "--set", "seed=2")
+    write_tiny_target(run / "out" / "target", "qwen3", seed=9)
+    assert "out/responses/train: made for target qwen3@" in refused("train", "tiny.yaml")
+    assert "refuses to mix" in refused("data", "regenerate", "tiny.yaml")
 
 
 @pytest.mark.parametrize(

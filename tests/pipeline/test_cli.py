@@ -301,6 +301,10 @@ def interrupt_as_lightning_does() -> None:
         sys.exit(1)
 
 
+def terminate_as_lightning_does() -> None:
+    raise SystemExit
+
+
 def refuse() -> None:
     raise UserError("target.model: broken\n  and more")
 
@@ -315,6 +319,7 @@ def stop_with_3() -> None:
         (refuse, 2, "error: target.model: broken and more\n"),
         (interrupt, 130, ""),
         (interrupt_as_lightning_does, 130, ""),
+        (terminate_as_lightning_does, 143, ""),
         (stop_with_3, 3, ""),
     ],
 )

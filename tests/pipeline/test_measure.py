@@ -1,0 +1,119 @@
+"""What is measured and on which documents: splits, summaries, and a lossless check that can say no."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from drafters.errors import UserError
+from drafters.packing import Document
+from drafters.replay import ReplayResult
+from pipeline.config import Config, load_config
+from pipeline.corpus import conversations, load_documents, train_and_validation
+from pipeline.lossless import LosslessReport, check_lossless, prompt_and_output
+from pipeline.measure import acceptance_summary
+from pipeline.models import TargetBundle, load_target
+from pipeline.stages.evaluate import spread
+
+
+@pytest.fixture(scope="module")
+def config(whole_run: Path) -> Config:
+    return load_config(whole_run / "tiny.yaml")
+
+
+@pytest.fixture(scope="module")
+def bundle(config: Config) -> TargetBundle:
+    return load_target(config)
+
+
+def check(
+    config: Config, bundle: TargetBundle, documents: list[Document], names: list[str]
+) -> LosslessReport:
+    directories = [config.output / name for name in names]
+    return check_lossless(config, bundle, directories, documents, LosslessReport())
+
+
+def test_lossless_check_names_what_differs(config: Config, bundle: TargetBundle) -> None:
+    documents = load_documents(config, "heldout", bundle.target.identity)[:5]
+    wrong = documents[1]
+    last = wrong.token_ids[-1]
+    documents[1] = replace(wrong, token_ids=[*wrong.token_ids[:-1], (last + 1) % 200])
+    report = check(config, bundle, documents, ["train/drafter", "length_head/drafter"])
+    assert not report.lossless
+    assert report.differing == {name: [wrong.document_id] for name in report.compared}
+    assert report.compared == {"fixed": 5, "fixed_2": 5, "adaflash": 5, "hot_swap": 4}
+
+
+def test_nothing_compared_is_not_lossless() -> None:
+    assert not LosslessReport().lossless
+    assert LosslessReport({"fixed": 2}, {"fixed": []}).lossless
+
+
+def test_prompt_and_output_are_split_at_the_response() -> None:
+    assert prompt_and_output(Document([1, 2, 3, 4], [False, False, True, True], "a")) == ([1, 2], [3, 4])
+
+
+def test_summary_sums_over_documents_and_leaves_out_those_without_rounds() -> None:
+    results = [
+        ReplayResult("a", "math", 9, 3, reached_B=[0, 3, 2, 2], matched_B=[0, 2, 2, 1]),
+        ReplayResult("b", "code", 4, 4, reached_B=[0, 4, 0, 0], matched_B=[0, 0, 0, 0]),
+        ReplayResult("c", "code", 0, 0, reached_B=[0] * 4, matched_B=[0] * 4),
+    ]
+    summary = acceptance_summary(results, 4)
+    assert summary["acceptance_length"] == 13 / 7
+    assert summary["acceptance_rate"] == pytest.approx((13 / 7 - 1) / 3)
+    assert summary["by_domain"] == {"code": 1.0, "math": 3.0}
+    assert summary["by_position"] == [2 / 7, 1.0, 0.5]
+    assert summary["prompts"] == 2
+    assert summary["acceptance_length_low"] <= 13 / 7 <= summary["acceptance_length_high"]
+    never = acceptance_summary([replace(results[1])], 4)
+    assert math.isnan(never["by_position"][1])
+
+
+def test_validation_is_split_off_by_conversation(config: Config, bundle: TargetBundle) -> None:
+    identity = bundle.target.identity
+    train, validation = train_and_validation(config, identity)
+    keys = [{d.conversation_key for d in part} for part in (train, validation)]
+    assert not keys[0] & keys[1]
+    assert keys[0] | keys[1] == {c.id for c in conversations(config, "train")}
+    assert 0 < len(validation) < len(train)
+    assert train_and_validation(config, identity) == (train, validation)
+    heldout = {d.document_id for d in load_documents(config, "heldout", identity)}
+    assert not heldout & {d.document_id for d in train + validation}
+
+
+def test_truncated_answers_can_be_left_out_of_training_but_not_of_the_reference(
+    config: Config, bundle: TargetBundle
+) -> None:
+    dropping = config.model_copy(
+        update={"regenerate": config.regenerate.model_copy(update={"truncated": "drop"})}
+    )
+    identity = bundle.target.identity
+    kept = load_documents(config, "train", identity)
+    whole = [d for d in kept if d.token_ids[-1] in bundle.eos_ids]
+    assert len(whole) < len(kept)
+    if whole:
+        assert load_documents(dropping, "train", identity) == whole
+    else:
+        with pytest.raises(UserError, match="truncated"):
+            load_documents(dropping, "train", identity)
+    reference = load_documents(config, "heldout", identity)
+    assert load_documents(dropping, "heldout", identity) == reference
+
+
+def test_responses_must_be_there(config: Config, bundle: TargetBundle, tmp_path: Path) -> None:
+    elsewhere = config.model_copy(update={"output": tmp_path})
+    with pytest.raises(
+        UserError, match="responses/train: no responses yet; run `draftsmith data regenerate`"
+    ):
+        load_documents(elsewhere, "train", bundle.target.identity)
+
+
+def test_spread_takes_documents_from_everywhere() -> None:
+    documents = [Document([i], [True], str(i)) for i in range(10)]
+    assert [d.document_id for d in spread(documents, 4)] == ["0", "2", "5", "7"]
+    assert spread(documents, 10) == spread(documents, 99) == documents
+    assert spread(documents, 0) == []
