@@ -17,8 +17,8 @@ from drafters.target import Target, TargetOutput
 class FeatureCache:
     """Outputs per document, up to a limit of memory.
 
-    Documents are told apart by name and length, so names must be unique in a run. When the memory is used up, further
-    documents are computed at every visit; nothing is evicted.
+    Documents are told apart by their tokens. When the memory is used up, further documents are computed at every visit;
+    nothing is evicted.
 
     Args:
         target: the frozen target.
@@ -29,14 +29,14 @@ class FeatureCache:
         self.target = target
         self.max_bytes = max_bytes
         self.used_bytes = 0
-        self._outputs: dict[tuple[str, int], TargetOutput] = {}
+        self._outputs: dict[bytes, TargetOutput] = {}
 
     def forward(self, batch: PackedBatch) -> TargetOutput:
         """The target's output over the batch's tokens, as `Target.forward_packed` lays it out."""
         outputs: list[TargetOutput] = []
         start = 0
-        for name, length in zip(batch.document_names, batch.document_lengths(), strict=True):
-            outputs.append(self._document(name, batch.input_ids_T[start : start + length]))
+        for length in batch.document_lengths():
+            outputs.append(self._document(batch.input_ids_T[start : start + length]))
             start += length
         if len(outputs) == 1:
             return outputs[0]
@@ -45,8 +45,8 @@ class FeatureCache:
             torch.cat([output.features_TC for output in outputs]),
         )
 
-    def _document(self, name: str, input_ids_T: torch.Tensor) -> TargetOutput:
-        key = (name, input_ids_T.numel())
+    def _document(self, input_ids_T: torch.Tensor) -> TargetOutput:
+        key = input_ids_T.cpu().numpy().tobytes()
         known = self._outputs.get(key)
         if known is not None:
             return known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,7 @@ from drafters.feature_cache import FeatureCache
 from drafters.fill import FilledBlocks, fill_blocks
 from drafters.objectives import LossSpec
 from drafters.packing import Document, PackedBatch
-from drafters.replay import replay
+from drafters.replay import replay, total_acceptance_length
 from drafters.target import Target
 from lightning_modules.metrics import AcceptanceLength
 from lightning_modules.optim import OptimSpec, clip_each, configure_adamw
@@ -98,6 +99,14 @@ class BlockTrainingModule(L.LightningModule):
         self.log("val/acceptance_length", self.acceptance.compute(), prog_bar=True)
         self.log("val/acceptance_rate", self.acceptance.acceptance_rate())
         self.acceptance.reset()
+
+    def measure(self, documents: Sequence[Document]) -> float:
+        """Replay τ of the drafter as it is now."""
+        training = self.drafter.training
+        self.drafter.eval()
+        value = total_acceptance_length(replay(self.drafter, self.target, documents))
+        self.drafter.train(training)
+        return value
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch.to(device) if isinstance(batch, PackedBatch) else batch

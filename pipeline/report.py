@@ -48,7 +48,10 @@ def closing_rows(
     speed = metrics.get("speed") or {}
     rows = [
         ["lossless (float32, every policy, under swaps)", str(metrics["lossless"])],
-        ["offline acceptance length, all held-out prompts", f"{metrics['offline']['acceptance_length']:.3f}"],
+        [
+            f"offline, held-out {' and '.join(metrics['offline']['domains'])}",
+            f"{metrics['offline']['acceptance_length']:.3f}",
+        ],
         [f"before going online, {metrics['online']['domain']}", f"{before:.3f}"],
         [f"after going online, {metrics['online']['domain']}", f"{after:.3f}"],
         [

@@ -7,10 +7,12 @@ from typing import Any
 
 import lightning as L
 
+from datamodules.offline import OfflineDataModule
 from drafters.checkpoint import save_drafter
 from drafters.dflash import DFlashDrafter
 from drafters.identity import TargetIdentity
 from drafters.length_head import LengthHead
+from lightning_modules.block_training import BlockTrainingModule
 
 
 class ExportBest(L.Callback):
@@ -47,14 +49,22 @@ class ExportBest(L.Callback):
         value = trainer.callback_metrics.get(self.MONITOR)
         if value is None or trainer.sanity_checking:
             return
-        self.history.append((trainer.global_step, float(value)))
-        if float(value) > self.best:
-            self.best = float(value)
-            self._export(trainer, pl_module)
+        self._consider(trainer, pl_module, float(value))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # not on_train_end: that is left out when a run resumes with all its steps done
+        if self.history and self.history[-1][0] < trainer.global_step:
+            # stopped by time between two validations
+            datamodule = trainer.datamodule  # type: ignore[attr-defined]
+            assert isinstance(pl_module, BlockTrainingModule) and isinstance(datamodule, OfflineDataModule)
+            self._consider(trainer, pl_module, pl_module.measure(datamodule.val_documents))
         if self.best == float("-inf"):
+            self._export(trainer, pl_module)
+
+    def _consider(self, trainer: L.Trainer, pl_module: L.LightningModule, value: float) -> None:
+        self.history.append((trainer.global_step, value))
+        if value > self.best:
+            self.best = value
             self._export(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,10 +23,11 @@ from pipeline.models import load_drafter_for, load_target, make_policy
 from pipeline.stages.context import Stage, open_stage
 
 
-def evaluate_drafter(config: Config, *, drafter: Path) -> Path:
+def evaluate_drafter(config: Config, *, drafter: Path, lossless: bool = True) -> Path:
     """Evaluate on the held-out prompts; writes `<output>/evaluate/result.json` and `heldout.jsonl`.
 
-    τ is replayed on the target's own greedy responses. The lossless check runs in float32 against the same responses.
+    τ is replayed on the target's own greedy responses. The lossless check (unless switched off: the whole run makes a
+    larger one) runs in float32 against the same responses.
     """
     with open_stage(config, "evaluate") as stage:
         stage.result.add_input(drafter)
@@ -48,7 +49,7 @@ def evaluate_drafter(config: Config, *, drafter: Path) -> Path:
                     spread(documents, config.evaluate.speed_prompts),
                     max_new_tokens=config.evaluate.max_new_tokens,
                 )
-        if config.evaluate.lossless_prompts:
+        if lossless and config.evaluate.lossless_prompts:
             with stage.result.section("lossless"):
                 report = lossless_in_float32(config, [drafter], documents)
             stage.result.metrics |= {"lossless": report.lossless, "lossless_prompts": report.compared}
