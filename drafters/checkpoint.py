@@ -110,7 +110,7 @@ def save_drafter(
         for path in staging.iterdir():
             path.chmod(0o644)
         staging.chmod(0o755)
-        _replace_directory(staging, directory)
+        replace_directory(staging, directory)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -229,7 +229,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def _replace_directory(staging: Path, directory: Path) -> None:
+def replace_directory(staging: Path, directory: Path) -> None:
+    """Move a directory to a place in the same folder that may be taken; on failure the old one stays there."""
     if not directory.exists():
         staging.rename(directory)
         return

@@ -179,3 +179,19 @@ def require_readable(checkpoint: str) -> None:
         raise UserError(
             f"{checkpoint}: not a readable checkpoint ({first_line}); remove it and run without --resume"
         ) from None
+
+
+@contextmanager
+def export_on_success(directory: Path, checkpoint: str | None) -> Iterator[Path]:
+    """Where a stage exports while it trains; what lies there takes the place of `directory` once the stage has succeeded.
+
+    So a run that ends in a loss that is not finite leaves the drafter of an earlier run alone. A fresh run discards what an
+    earlier one kept to be resumed.
+    """
+    pending = directory.with_name(f".{directory.name}.best")
+    if checkpoint is None:
+        shutil.rmtree(pending, ignore_errors=True)
+        (directory.parent / CHECKPOINT).unlink(missing_ok=True)
+    yield pending
+    if pending.is_dir():
+        replace_directory(pending, directory)

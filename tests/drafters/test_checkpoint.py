@@ -250,7 +250,7 @@ def listing(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("failing", ["_write_json", "save_file", "file_sha256", "_replace_directory"])
+@pytest.mark.parametrize("failing", ["_write_json", "save_file", "file_sha256", "replace_directory"])
 def test_a_failed_save_leaves_the_old_directory_and_nothing_else(
     saved: Path, drafter: DFlashDrafter, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

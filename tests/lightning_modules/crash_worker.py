@@ -136,7 +136,6 @@ ONLINE = OnlineConfig(
     max_rounds=3,
     idle_timeout_s=0.05,
     poll_s=0.01,
-    checkpoint_every=2,
     precision="32-true",
     optim={"lr": 1e-2, "warmup_steps": 2, "schedule": "constant"},
 )
@@ -200,6 +199,8 @@ class FragileStream(StreamingDataModule):
         if self.kill == ("before_commit", self.stream.round_index - 1):
             kill_myself()
         super().commit()
+        if self.kill == ("after_commit", self.stream.round_index - 1):
+            kill_myself()
 
     def collect(self) -> bool:
         if self.kill == ("collect", self.stream.round_index):
@@ -209,8 +210,9 @@ class FragileStream(StreamingDataModule):
         return super().collect()
 
 
-def run_online(directory: Path, kill: tuple[Any, ...] | None) -> None:
+def run_online(directory: Path, kill: tuple[Any, ...] | None, checkpoint_every: int = 2) -> None:
     """Online rounds over `<directory>/spool` until it is exhausted; writes `final.pt` and `stream.json`."""
+    settings = ONLINE.model_copy(update={"checkpoint_every": checkpoint_every})
     torch.set_num_threads(1)
     L.seed_everything(7, verbose=False)
     target = make_target()
@@ -243,6 +245,6 @@ def run_online(directory: Path, kill: tuple[Any, ...] | None) -> None:
         callbacks.append(KillAt(*kill))
     with stop_on_sigterm() as terminated:
         data.should_stop = terminated
-        trainer = online_trainer(directory, ONLINE, logger=False, callbacks=[*callbacks, terminated])
+        trainer = online_trainer(directory, settings, logger=False, callbacks=[*callbacks, terminated])
         fit(trainer, module, data, str(checkpoint) if checkpoint.exists() else None)
     (directory / "stream.json").write_text(json.dumps(data.state_dict()))

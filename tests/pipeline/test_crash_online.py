@@ -16,7 +16,7 @@ import torch
 
 from datamodules.streaming import is_held_out
 from serving_bridge.spool_layout import SpoolLayout
-from tests.lightning_modules.crash_worker import KILLED, ONLINE, STREAM, run_online
+from tests.lightning_modules.crash_worker import KILLED, NEVER, ONLINE, STREAM, run_online
 from tests.lightning_modules.processes import in_process
 from tests.lightning_modules.training_samples import make_record, write_spool
 from tests.pipeline.test_resume_offline import assert_same
@@ -129,6 +129,20 @@ def test_nothing_is_lost_and_nothing_trained_twice(name: str, tmp_path: Path, un
     for number, attempts in published.items():
         for attempt in attempts:
             assert attempt == once[number][0]
+
+
+def test_the_end_of_a_round_is_safe_without_any_earlier_checkpoint(
+    tmp_path: Path, uninterrupted: Path
+) -> None:
+    """Were the cursor committed first, the records of the round would be gone from the log and from all memory."""
+    directory = start(tmp_path / "run")
+    for kill in (("after_commit", 0), ("after_commit", 1), None):
+        assert in_process(run_online, directory, kill, NEVER) == (KILLED if kill else 0)
+    assert_same(
+        torch.load(directory / "final.pt", weights_only=True),
+        torch.load(uninterrupted / "final.pt", weights_only=True),
+    )
+    assert (directory / "settled.txt").read_text().split() == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("batch", [13, 20], ids=["in_the_middle_of_a_round", "on_its_last_batch"])
