@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from pickle import UnpicklingError
@@ -15,6 +17,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import Logger
 
 from datamodules.packed_loader import PackingSpec
+from drafters.checkpoint import replace_directory
 from drafters.errors import UserError
 from drafters.objectives import LossSpec
 from lightning_modules.callbacks.finite_guard import FiniteGuard

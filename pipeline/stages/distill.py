@@ -16,7 +16,15 @@ from lightning_modules.opd import OPDModule
 from pipeline.config import Config
 from pipeline.console import say
 from pipeline.corpus import responses_directory, train_and_validation
-from pipeline.fitting import fit, loss_spec, optim_spec, packing_spec, resume_path, stage_trainer
+from pipeline.fitting import (
+    export_on_success,
+    fit,
+    loss_spec,
+    optim_spec,
+    packing_spec,
+    resume_path,
+    stage_trainer,
+)
 from pipeline.models import TargetBundle, load_drafter_for, prepare_training
 from pipeline.stages.context import open_stage, tracking_for
 
@@ -47,17 +55,17 @@ def distill_offline(config: Config, *, drafter: Path, resume: bool = False) -> P
             feature_cache_bytes=settings.feature_cache_mib * 2**20,
         )
         directory = stage.output / "drafter"
-        export = ExportBest(
-            directory, bundle.target.identity, f"{config.name}-distill", length_head=loaded.length_head
-        )
-        trainer = stage_trainer(
-            stage.output,
-            settings,
-            logger=tracking_for(config).lightning_logger(stage.tracked.run_id),
-            callbacks=[export],
-            validate=bool(validation),
-        )
-        with stage.result.section("fit"):
+        with stage.result.section("fit"), export_on_success(directory, checkpoint) as pending:
+            export = ExportBest(
+                pending, bundle.target.identity, f"{config.name}-distill", length_head=loaded.length_head
+            )
+            trainer = stage_trainer(
+                stage.output,
+                settings,
+                logger=tracking_for(config).lightning_logger(stage.tracked.run_id),
+                callbacks=[export],
+                validate=bool(validation),
+            )
             datamodule = OfflineDataModule(
                 train, validation, packing_spec(config, settings), seed=config.seed
             )

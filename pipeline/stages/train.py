@@ -14,7 +14,15 @@ from lightning_modules.callbacks.export import ExportBest
 from pipeline.config import Config, DrafterConfig
 from pipeline.console import say
 from pipeline.corpus import responses_directory, train_and_validation
-from pipeline.fitting import fit, loss_spec, optim_spec, packing_spec, resume_path, stage_trainer
+from pipeline.fitting import (
+    export_on_success,
+    fit,
+    loss_spec,
+    optim_spec,
+    packing_spec,
+    resume_path,
+    stage_trainer,
+)
 from pipeline.models import load_drafter_for, new_drafter, prepare_training
 from pipeline.stages.context import open_stage, tracking_for
 
@@ -53,15 +61,15 @@ def train_drafter(config: Config, *, resume: bool = False, warm_start: Path | No
             feature_cache_bytes=settings.feature_cache_mib * 2**20,
         )
         directory = stage.output / "drafter"
-        export = ExportBest(directory, bundle.target.identity, f"{config.name}-train")
-        trainer = stage_trainer(
-            stage.output,
-            settings,
-            logger=tracking_for(config).lightning_logger(stage.tracked.run_id),
-            callbacks=[export],
-            validate=bool(validation),
-        )
-        with stage.result.section("fit"):
+        with stage.result.section("fit"), export_on_success(directory, checkpoint) as pending:
+            export = ExportBest(pending, bundle.target.identity, f"{config.name}-train")
+            trainer = stage_trainer(
+                stage.output,
+                settings,
+                logger=tracking_for(config).lightning_logger(stage.tracked.run_id),
+                callbacks=[export],
+                validate=bool(validation),
+            )
             datamodule = OfflineDataModule(
                 train, validation, packing_spec(config, settings), seed=config.seed
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from drafters.checkpoint import file_sha256
+from drafters.checkpoint import drafter_digest, file_sha256
 from pipeline.cli import main
 from pipeline.tiny_target import write_tiny_target
 from tests.pipeline.tiny_run import snapshot
@@ -33,8 +33,8 @@ def run(whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def refused(run: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command that must be refused; returns its message."""
 
-    def call(*words: str) -> str:
-        before = snapshot(run / "out")
+    def call(*words: str, ignore: Sequence[str] = ()) -> str:
+        before = kept(run, ignore)
         capfd.readouterr()
         with pytest.raises(SystemExit) as stop:
             main([*words])
@@ -43,10 +43,16 @@ def refused(run: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
         assert "Traceback" not in printed.out + printed.err
         errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1 and printed.err.endswith(errors[0] + "\n")
-        assert snapshot(run / "out") == before
+        assert kept(run, ignore) == before
         return errors[0]
 
     return call
+
+
+def kept(run: Path, ignore: Sequence[str]) -> dict[str, str]:
+    """The run's files but those under a prefix to ignore."""
+    files = snapshot(run / "out")
+    return {name: digest for name, digest in files.items() if not name.startswith(tuple(ignore))}
 
 
 def spoil_json(path: Path, **changes: object) -> None:
@@ -165,10 +171,26 @@ def test_warm_start_of_another_shape(key: str, value: int, run: Path, refused: C
     assert named in message and "out/train/drafter" in message
 
 
-def test_loss_that_is_not_finite(run: Path, refused: Callable[..., str]) -> None:
-    words = ["--set", "train.optim.lr=1e30", "--set", "train.optim.warmup_steps=0"]
-    message = refused("train", "tiny.yaml", *words)
-    assert "training stopped at step" in message and "optim.lr" in message
+@pytest.mark.parametrize("stage", ["train", "distill"])
+def test_loss_that_is_not_finite(stage: str, run: Path, refused: Callable[..., str]) -> None:
+    """Also when a drafter beyond repair was the best one of this run so far."""
+    wild = {"optim.lr": "1e30", "optim.warmup_steps": "0", "validate_every": "1"}
+    words = [word for key, value in wild.items() for word in ("--set", f"{stage}.{key}={value}")]
+    (run / "out" / stage / "last.ckpt").unlink(missing_ok=True)  # a new run puts its own in place
+    message = refused(stage, "tiny.yaml", *words, ignore=[f"{stage}/.drafter.best/"])
+    assert "training stopped at step 1" in message and "optim.lr" in message
+    assert "nothing to resume" in refused(stage, "tiny.yaml", "--resume", ignore=[f"{stage}/.drafter.best/"])
+
+
+def test_a_new_run_takes_nothing_from_one_that_failed(run: Path, refused: Callable[..., str]) -> None:
+    left = run / "out" / "train" / ".drafter.best"
+    shutil.copytree(run / "out" / "distill" / "drafter", left)
+    before = drafter_digest(run / "out" / "train" / "drafter")
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "tiny.yaml"])
+    assert stop.value.code == 0
+    assert not left.exists()
+    assert drafter_digest(run / "out" / "train" / "drafter") == before  # the same run over again
 
 
 def test_tracking_server_that_does_not_answer(run: Path, refused: Callable[..., str]) -> None:
