@@ -142,9 +142,8 @@ class StreamingDataModule(L.LightningDataModule):
         draft = _Collection(stream, spec, self.target_id, self.packing.max_length)
         last_news = self._clock()
         while len(draft.fresh) < spec.trigger:
-            stopping = (
-                self.should_stop()
-            )  # asked first: what was written before the word to stop is still read
+            # asked before reading: what was written before the word to stop is still read
+            stopping = self.should_stop()
             deliveries = self.reader.read(spec.trigger - len(draft.fresh))
             for delivery in deliveries:
                 draft.admit(delivery.record)

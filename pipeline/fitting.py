@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -71,6 +73,7 @@ def make_trainer(
 ) -> L.Trainer:
     """A trainer with the guards, a resumable checkpoint `<directory>/last.ckpt` and progress output."""
     directory.mkdir(parents=True, exist_ok=True)
+    quiet_lightning()
     interactive = sys.stdout.isatty()
     progress: L.Callback = RichProgressBar() if interactive else PlainProgress(say)
     return L.Trainer(
@@ -95,6 +98,14 @@ def make_trainer(
         default_root_dir=directory,
         **settings,
     )
+
+
+def quiet_lightning() -> None:
+    """Keep Lightning's advertisements and known-harmless warnings out of what a person reads."""
+    # its import sets the level, so a process-wide setting made earlier would be lost
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    warnings.filterwarnings("ignore", message=".*transfer_batch_to_device.*")
 
 
 def stage_trainer(

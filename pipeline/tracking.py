@@ -233,9 +233,10 @@ def legal_key(key: str) -> str:
 
 
 def _quiet_mlflow() -> None:
-    """Before MLflow's first import: no usage telemetry or progress bars unless asked for."""
+    """Before MLflow's first import: no usage telemetry, progress bars or chatter unless asked for."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
 
 
 @contextmanager

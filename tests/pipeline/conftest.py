@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pipeline.tracking import Tracking, open_client
 from tests.pipeline.tiny_run import write_config
@@ -39,4 +40,15 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, migrated_database: Path)
     config.output.mkdir()
     shutil.copyfile(migrated_database, config.output / "mlflow.db")
     run_whole(config)
+    return directory
+
+
+@pytest.fixture
+def run(whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of a finished run, with its configuration pointing at the copy, as working directory."""
+    directory = tmp_path / "run"
+    shutil.copytree(whole_run, directory)
+    settings = yaml.safe_load((directory / "tiny.yaml").read_text().replace(str(whole_run), str(directory)))
+    (directory / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    monkeypatch.chdir(directory)
     return directory

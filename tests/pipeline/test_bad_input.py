@@ -12,21 +12,10 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from drafters.checkpoint import drafter_digest, file_sha256
+from drafters.checkpoint import file_sha256
 from pipeline.cli import main
 from pipeline.tiny_target import write_tiny_target
 from tests.pipeline.tiny_run import snapshot
-
-
-@pytest.fixture
-def run(whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of a finished run, with its configuration pointing at the copy, as working directory."""
-    directory = tmp_path / "run"
-    shutil.copytree(whole_run, directory)
-    settings = yaml.safe_load((directory / "tiny.yaml").read_text().replace(str(whole_run), str(directory)))
-    (directory / "tiny.yaml").write_text(yaml.safe_dump(settings))
-    monkeypatch.chdir(directory)
-    return directory
 
 
 @pytest.fixture
@@ -180,17 +169,6 @@ def test_loss_that_is_not_finite(stage: str, run: Path, refused: Callable[..., s
     message = refused(stage, "tiny.yaml", *words, ignore=[f"{stage}/.drafter.best/"])
     assert "training stopped at step 1" in message and "optim.lr" in message
     assert "nothing to resume" in refused(stage, "tiny.yaml", "--resume", ignore=[f"{stage}/.drafter.best/"])
-
-
-def test_a_new_run_takes_nothing_from_one_that_failed(run: Path, refused: Callable[..., str]) -> None:
-    left = run / "out" / "train" / ".drafter.best"
-    shutil.copytree(run / "out" / "distill" / "drafter", left)
-    before = drafter_digest(run / "out" / "train" / "drafter")
-    with pytest.raises(SystemExit) as stop:
-        main(["train", "tiny.yaml"])
-    assert stop.value.code == 0
-    assert not left.exists()
-    assert drafter_digest(run / "out" / "train" / "drafter") == before  # the same run over again
 
 
 def test_tracking_server_that_does_not_answer(run: Path, refused: Callable[..., str]) -> None:
