@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -93,6 +93,7 @@ def judge(
     *,
     weights_finite: bool,
     reload_equal: bool,
+    guards: Collection[str] = (),
 ) -> Verdict:
     """Judge a challenger's replay against the champion's on the same held-out documents.
 
@@ -100,6 +101,9 @@ def judge(
     (`champion` None) then needs only τ > 1. Any later challenger needs enough documents, a
     paired-bootstrap lower bound of the τ difference above 0, and no domain that drops by more than
     the tolerance. Documents without a round on either side count for nothing.
+
+    `guards` names documents that only guard their domains against a drop: offline text that recent traffic
+    must not be diluted with, but must not make worse either.
 
     Raises:
         UserError: the two replays do not cover the same documents.
@@ -111,7 +115,7 @@ def judge(
     if champion is None:
         return _judge_first(ours)
     theirs = [_round_sums(result) for result in champion]
-    return _judge_pairs(_pair(theirs, ours), policy, "acceptance length")
+    return _judge_pairs(_pair(theirs, ours), policy, "acceptance length", guards)
 
 
 def judge_length_head(
@@ -178,15 +182,19 @@ def _judge_first(challenger: list[_Sums]) -> Verdict:
     return Verdict(accepted, reason, details)
 
 
-def _judge_pairs(pairs: list[_Pair], policy: GatePolicy, quantity: str) -> Verdict:
-    measured = [p for p in pairs if p.champion.denominator > 0 and p.challenger.denominator > 0]
+def _judge_pairs(
+    pairs: list[_Pair], policy: GatePolicy, quantity: str, guards: Collection[str] = ()
+) -> Verdict:
+    counted = [p for p in pairs if p.champion.denominator > 0 and p.challenger.denominator > 0]
+    measured = [p for p in counted if p.champion.document_id not in guards]
     details: dict[str, Any] = {
         "quantity": quantity,
         "documents": len(measured),
-        "documents_without_rounds": len(pairs) - len(measured),
+        "guard_documents": len(counted) - len(measured),
+        "documents_without_rounds": len(pairs) - len(counted),
         "champion": _ratio([p.champion for p in measured]),
         "challenger": _ratio([p.challenger for p in measured]),
-        "domains": _domains(measured, policy),
+        "domains": _domains(counted, policy),
         "policy": asdict(policy),
     }
     needed = max(1, policy.min_documents)

@@ -71,7 +71,7 @@ class OnlinePublisher:
         directory: `<output>/online`; state and every round's checkpoint live here.
         desk: registry and gate.
         servers: running servers to keep on the champion; may be empty (registry only).
-        extra_documents: offline validation documents, so that the gate sees forgetting in other domains.
+        guard_documents: offline validation documents, so that the gate sees forgetting in other domains.
         canary_reader: gives a reader of the log at its present end, for the canary; None skips the canary.
         canary: its settings.
         run_id: MLflow run for artifacts.
@@ -84,7 +84,7 @@ class OnlinePublisher:
         desk: ReleaseDesk,
         servers: Sequence[DraftServer],
         *,
-        extra_documents: Sequence[Document],
+        guard_documents: Sequence[Document],
         canary_reader: Callable[[], LogReader] | None,
         canary: CanaryConfig,
         run_id: str,
@@ -94,7 +94,7 @@ class OnlinePublisher:
         self.directory = directory
         self.desk = desk
         self.servers = servers
-        self.extra_documents = extra_documents
+        self.guard_documents = guard_documents
         self.canary_reader = canary_reader
         self.canary = canary
         self.run_id = run_id
@@ -121,13 +121,13 @@ class OnlinePublisher:
         """Settle one round; see `Publisher`."""
         self._enter("register", round_index)
         directory = self._export(module, round_index)
-        documents = [*datamodule.stream.holdout, *self.extra_documents]
         counts = dict(datamodule.stream.counts)
         champion = self.desk.registry.champion()
         self._enter("gate", round_index)
         version, verdict = self.desk.submit(
             directory,
-            documents,
+            datamodule.stream.holdout,
+            guards=self.guard_documents,
             run_id=self.run_id,
             tags={"data_window": f"online round {round_index}, {counts.get('admitted', 0)} records"},
         )

@@ -50,6 +50,7 @@ class ReleaseDesk:
         *,
         run_id: str,
         tags: dict[str, str],
+        guards: Sequence[Document] = (),
     ) -> tuple[int, Verdict]:
         """Register a checkpoint as challenger and judge it; a refusal is recorded with its reason.
 
@@ -58,11 +59,13 @@ class ReleaseDesk:
             documents: held-out recent traffic, never trained on.
             run_id: MLflow run that made it.
             tags: further registry tags, such as the data window.
+            guards: documents of other domains, judged only for a drop.
 
         Returns:
             version number and verdict. Promotion is the caller's, after swap and canary.
         """
         champion = self.registry.champion()
+        documents = [*documents, *guards]
         self._forget_replays(champion, directory, documents)
         if champion is not None:
             tags = {"parent_version": str(champion.version), **tags}
@@ -82,6 +85,7 @@ class ReleaseDesk:
             self.policy,
             weights_finite=finite,
             reload_equal=self._reloads_equal(directory, version),
+            guards={document.document_id for document in guards},
         )
         if not verdict.accepted:
             self.registry.refuse(version, verdict.reason)

@@ -93,7 +93,7 @@ def distill_online(
             stage.output,
             desk,
             servers(stage),
-            extra_documents=validation,
+            guard_documents=validation,
             canary_reader=lambda: reader_at_end(spool),
             canary=config.canary,
             run_id=stage.tracked.run_id,

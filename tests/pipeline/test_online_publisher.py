@@ -93,7 +93,7 @@ class Scene:
             self.directory,
             self.desks.open(),
             self.servers if servers is None else servers,
-            extra_documents=documents(4, "chat", "extra"),
+            guard_documents=documents(4, "chat", "extra"),
             canary_reader=lambda: SimpleNamespace(),  # type: ignore[arg-type, return-value]
             canary=CanaryConfig(),
             run_id=self.desks.run_id,
