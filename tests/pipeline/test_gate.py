@@ -139,6 +139,24 @@ def test_unpaired_documents_are_an_error() -> None:
         decide(champion, moved)
 
 
+def test_guard_documents_do_not_dilute_the_decision_but_veto_a_drop() -> None:
+    champion = replays({"code": 1.0, "math": 1.0})
+    guards = [r.document_id for r in champion if r.domain == "math"]
+
+    def guarded(challenger: Sequence[ReplayResult]) -> Verdict:
+        return judge(champion, challenger, POLICY, weights_finite=True, reload_equal=True, guards=guards)
+
+    # worse overall, better on the traffic that decides, and within the tolerance elsewhere
+    slightly = guarded(replays({"code": 1.15, "math": 0.95}))
+    assert slightly.accepted, slightly.reason
+    assert (slightly.details["documents"], slightly.details["guard_documents"]) == (20, 20)
+    # a clear loss in the guarded domain refuses however well the traffic does
+    vetoed = guarded(replays({"code": 2.0, "math": 0.5}))
+    assert not vetoed.accepted and "domain math drops" in vetoed.reason
+    # a gain in the guarded domain alone is no reason to accept
+    assert not guarded(replays({"code": 1.0, "math": 2.0})).accepted
+
+
 def lengths(committed: int, rounds: int, verified: int, documents: int = 20) -> list[LengthReplay]:
     return [
         LengthReplay(f"d{i}", "math", committed + i, rounds + i % 3, verified + i) for i in range(documents)

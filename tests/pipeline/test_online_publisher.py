@@ -138,7 +138,8 @@ def test_accepted_drafter_is_swapped_watched_and_promoted(scene: Scene) -> None:
     assert previous is not None and previous.version == 1
     (outcome,) = publisher.state.outcomes
     assert (outcome.outcome, outcome.version, outcome.counts) == ("champion", 2, {"admitted": 9})
-    assert outcome.gate["documents"] == 10  # held-out traffic and offline documents
+    assert outcome.gate["documents"] == 6  # held-out traffic decides
+    assert outcome.gate["guard_documents"] == 4  # offline documents only guard their domains
     assert outcome.canary["live"] == 1.7 and "live is fine" in outcome.reason
     assert OnlineState.load(publisher.state_path) == publisher.state
     tags = scene.registry.get(2).tags
