@@ -103,7 +103,7 @@ class BlockTrainingModule(L.LightningModule):
     def measure(self, documents: Sequence[Document]) -> float:
         """Replay τ of the drafter as it is now."""
         training = self.drafter.training
-        self.drafter.eval()
+        self.drafter.to(self.target.device).eval()  # Lightning leaves what it has trained on the CPU
         value = total_acceptance_length(replay(self.drafter, self.target, documents))
         self.drafter.train(training)
         return value

@@ -16,7 +16,7 @@ PRELOAD = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 ]
-LIMIT_S = 300
+LIMIT_S = 900  # a guard against hanging, generous for crowded machines
 
 
 def start_process(function: Callable[..., None], *arguments: Any) -> BaseProcess:
