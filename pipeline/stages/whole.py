@@ -253,7 +253,7 @@ def keep_copy(directory: Path, source: Path, bundle: TargetBundle) -> Path:
 def gate_drill(stage: Stage, desk: ReleaseDesk, champion: Path) -> list[dict[str, Any]]:
     """All refusals of the run, after one that is provoked: a challenger that is finite and whole, but worse.
 
-    It is the champion with noise of a tenth of each weight's size: what a bad training run would look like to
+    It is the champion with noise of half of each weight's size: what a bad training run would look like to
     every checksum.
     """
     config, bundle = stage.config, stage.bundle
@@ -262,7 +262,7 @@ def gate_drill(stage: Stage, desk: ReleaseDesk, champion: Path) -> list[dict[str
     with torch.no_grad():
         for parameter in loaded.drafter.parameters():
             noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-            parameter.add_(0.1 * parameter.float().std(unbiased=False).to(parameter) * noise)
+            parameter.add_(0.5 * parameter.float().std(unbiased=False).to(parameter) * noise)
     worse = save_drafter(
         stage.config.output / "versions" / "drill",
         loaded.drafter,
