@@ -179,7 +179,7 @@ def test_sampled_text_is_trained_on_the_targets_own_choice() -> None:
         losses[teacher] = module.block_step(batch)[0]
     assert losses[False].labels_agree == 1.0
     assert losses[True].labels_agree < 0.5
-    assert float(losses[True].value) != pytest.approx(float(losses[False].value))
+    assert losses[True].value.item() != pytest.approx(losses[False].value.item())
 
 
 def test_a_batch_without_blocks_changes_nothing() -> None:
@@ -188,5 +188,5 @@ def test_a_batch_without_blocks_changes_nothing() -> None:
     batch = pack_documents([make_document(0, response_tokens=1)], anchors_per_document=4)
     loss, _, _ = module.block_step(batch)
     loss.value.backward()
-    assert float(loss.value) == 0
+    assert loss.value.item() == 0
     assert all(p.grad is None or not p.grad.any() for p in module.parameters())

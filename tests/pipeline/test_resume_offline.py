@@ -76,3 +76,9 @@ def test_resume_is_bitwise(name: str, tmp_path: Path, uninterrupted: Any) -> Non
     assert json.loads((tmp_path / "history.json").read_text()) == json.loads(
         (expected / "history.json").read_text()
     )
+
+
+def test_the_last_steps_are_measured_too(uninterrupted: Any) -> None:
+    history = json.loads((uninterrupted({}) / "history.json").read_text())
+    assert [step for step, _ in history] == [4, 8, 11]
+    assert len({tau for _, tau in history}) > 1
