@@ -51,7 +51,7 @@ def watch(
         baseline: checkpoint of the old champion.
         bundle: the target.
         config: how many records, how large a drop, how long to wait.
-        should_stop: polled while waiting.
+        should_stop: polled while waiting; a challenger that is unproven when told to stop does not pass.
     """
     deadline = time.monotonic() + config.timeout_s
     seen: list[VerificationRecord] = []
@@ -62,7 +62,13 @@ def watch(
         if news:
             continue
         # other drafters' records keep coming where several servers share a log: they buy no time
-        if time.monotonic() > deadline or (should_stop() and not deliveries):
+        if should_stop() and not deliveries:
+            return CanaryVerdict(
+                False,
+                f"told to stop after {len(seen)} of {config.min_records} records; the challenger is unproven",
+                records=len(seen),
+            )
+        if time.monotonic() > deadline:
             return CanaryVerdict(
                 True,
                 f"only {len(seen)} of {config.min_records} records came in time; the gate's verdict stands",

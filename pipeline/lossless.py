@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,8 +32,8 @@ class LosslessReport:
 
     @property
     def lossless(self) -> bool:
-        """True when something was compared and nothing differed."""
-        return bool(self.compared) and not any(self.differing.values())
+        """True when something was compared, drafters were swapped meanwhile, and nothing differed."""
+        return bool(self.compared) and self.swaps > 0 and not any(self.differing.values())
 
 
 def prompt_and_output(document: Document) -> tuple[list[int], list[int]]:
@@ -105,18 +106,18 @@ def _decode_while_swapping(
     def keep_swapping() -> None:
         # with one checkpoint it replaces itself: still a new drafter object, hence a rebuilt context
         for directory in itertools.cycle([*directories[1:], directories[0]]):
-            if done.wait(0.05):
-                return
             engine.swap(directory)
             report.swaps += 1
+            if done.wait(0.05):
+                return
 
-    swapper = threading.Thread(target=keep_swapping, name="swapper")
-    swapper.start()
-    try:
-        completions = _decode_all(engine, references)
-    finally:
-        done.set()
-        swapper.join()
+    with ThreadPoolExecutor(1, thread_name_prefix="swapper") as pool:
+        swapping = pool.submit(keep_swapping)
+        try:
+            completions = _decode_all(engine, references)
+        finally:
+            done.set()
+        swapping.result()  # a swap that failed is an error of the check, not a pass
     for completion in completions:
         versions = {r.drafter_version for r in completion.record.rounds}
         report.requests_across_a_swap += len(versions) > 1

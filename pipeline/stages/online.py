@@ -98,7 +98,7 @@ def distill_online(
             canary=config.canary,
             run_id=stage.tracked.run_id,
             name=config.name,
-            should_stop=stopping,
+            should_stop=terminated,
         )
         publisher.reconcile()
         trainer = online_trainer(

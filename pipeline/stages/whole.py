@@ -216,7 +216,9 @@ def conclude(config: Config, times: dict[str, float]) -> Path:
         with stage.result.section("replay"):
             comparison = compare_on_heldout(config, bundle, offline, online, documents)
         with stage.result.section("lossless"):
-            report = lossless_in_float32(config, [offline, online], documents)
+            # the online drafter may still be the offline one; the one from scratch surely differs
+            swapped = [config.output / "train" / "drafter", online]
+            report = lossless_in_float32(config, swapped, documents)
         say(f"lossless: {report.lossless}, {report.swaps} swaps, compared {report.compared}")
         write_heldout(config.output / "heldout.jsonl", documents)
         stage.result.metrics |= {

@@ -201,5 +201,6 @@ def test_without_enough_records_in_time_the_gate_stands(
 def test_being_told_to_stop_ends_the_watch(scene: Scene, bundle: TargetBundle, clock: Clock) -> None:
     records = serve(scene, takes_over=0)
     verdict = watch(Log(records[:2]), "v1", scene.second, bundle, config(), should_stop=lambda: True)
-    assert verdict.passed and "only 2 of 4" in verdict.reason
+    # SIGTERM must not make a champion of what the canary has not judged
+    assert not verdict.passed and "2 of 4" in verdict.reason and "unproven" in verdict.reason
     assert clock.now < 10

@@ -17,6 +17,8 @@ from pipeline.lossless import LosslessReport, check_lossless, prompt_and_output
 from pipeline.measure import acceptance_summary
 from pipeline.models import TargetBundle, load_target
 from pipeline.stages.evaluate import spread
+from serving_bridge.local_engine import LocalEngine
+from serving_bridge.server import SwapError
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +49,23 @@ def test_lossless_check_names_what_differs(config: Config, bundle: TargetBundle)
     assert report.compared == {"fixed": 5, "fixed_2": 5, "adaflash": 5, "hot_swap": 4}
 
 
+def test_a_swap_that_fails_during_the_check_is_an_error(
+    config: Config, bundle: TargetBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: LocalEngine, directory: Path) -> None:
+        raise SwapError("refused")
+
+    monkeypatch.setattr(LocalEngine, "swap", broken)
+    documents = load_documents(config, "heldout", bundle.target.identity)[:4]
+    with pytest.raises(SwapError, match="refused"):
+        check(config, bundle, documents, ["train/drafter", "length_head/drafter"])
+
+
 def test_nothing_compared_is_not_lossless() -> None:
     assert not LosslessReport().lossless
-    assert LosslessReport({"fixed": 2}, {"fixed": []}).lossless
+    # without a swap under running requests the claim is not proven
+    assert not LosslessReport({"fixed": 2}, {"fixed": []}).lossless
+    assert LosslessReport({"fixed": 2}, {"fixed": []}, swaps=1).lossless
 
 
 def test_prompt_and_output_are_split_at_the_response() -> None:
