@@ -2,8 +2,9 @@
 
 The head is frozen, so loss and d(loss)/d(hidden) are formed together in the forward pass, a few blocks at a time: logits of
 one chunk exist, then only their gradient with respect to the hidden states remains. No recompute in the backward.
-Slots that do not count never reach the head. Several slots share a target position: the teacher's logits are
-computed once per distinct position of a chunk (blocks are sorted by anchor, so chunks hardly overlap).
+Slots that do not count never reach the head. Several slots share a target position: what is needed of the teacher is
+computed once per distinct position of a chunk (blocks are sorted by anchor, so chunks hardly overlap), and for `ce` and `osd` may be
+computed once for all (`drafters.teacher`).
 
 Shapes: N blocks, B block size, T flat tokens, H hidden, V vocabulary, R counted slots of a chunk, P distinct
 positions of a chunk.
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 
 from drafters.blocks import BlockLayout
-from drafters.objectives import LossSpec, fixed_weights, slot_losses, survival_weights
+from drafters.objectives import LossSpec, distillation_losses, fixed_weights, survival_weights
 from drafters.packing import PackedBatch
+from drafters.teacher import TeacherMoments, label_losses, teacher_moments
 
 CHUNK_BYTES = 32 * 2**20
 """Default size of one fp32 [R, V] buffer; a chunk holds a handful of them."""
@@ -66,6 +68,7 @@ def block_loss(
     spec: LossSpec,
     *,
     teacher_hidden_TH: torch.Tensor | None = None,
+    moments: TeacherMoments | None = None,
     chunk_rows: int | None = None,
 ) -> BlockLoss:
     """Weighted mean of the slot losses, Σ w·ℓ / Σ w.
@@ -76,18 +79,19 @@ def block_loss(
             the head is fp64).
         targets: what to predict.
         spec: the objective.
-        teacher_hidden_TH: the target's final hidden states. Required by `opd` and `osd`. For `ce`, None
-            takes the served tokens as labels, which for greedy text are the target's greedy tokens.
+        teacher_hidden_TH: the target's final hidden states. Required by `opd`, and by `osd` without `moments`. For
+            `ce`, neither of the two takes the served tokens as labels, which for greedy text are the target's greedy tokens.
+        moments: the teacher's moments at every flat position, for `ce` and `osd`; saves the teacher's share of the head.
         chunk_rows: slots per chunk; default by `CHUNK_BYTES`.
     """
-    if spec.needs_teacher and teacher_hidden_TH is None:
+    if spec.needs_teacher and teacher_hidden_TH is None and (moments is None or spec.objective == "opd"):
         raise ValueError(f"objective {spec.objective} needs the target's hidden states")
     block_size = hidden_NBH.shape[1]
     rows = chunk_rows or max(block_size, CHUNK_BYTES // (4 * head_VH.shape[0]))
     # autocast would round the logits to half precision, and cast the whole head again for every chunk
     with torch.autocast(hidden_NBH.device.type, enabled=False):
         value, match_NB, agree = _BlockLossFunction.apply(
-            hidden_NBH, head_VH, targets, spec, teacher_hidden_TH, max(1, rows // (block_size - 1))
+            hidden_NBH, head_VH, targets, spec, teacher_hidden_TH, moments, max(1, rows // (block_size - 1))
         )
     return BlockLoss(value, match_NB, float(agree))
 
@@ -101,6 +105,7 @@ class _BlockLossFunction(torch.autograd.Function):
         targets: BlockTargets,
         spec: LossSpec,
         teacher_hidden_TH: torch.Tensor | None,
+        moments: TeacherMoments | None,
         blocks_per_chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         accumulate = torch.float64 if head_VH.dtype == torch.float64 else torch.float32
@@ -120,26 +125,35 @@ class _BlockLossFunction(torch.autograd.Function):
                 continue
             rows_RH = hidden_NBH[chunk][block_R, slot_R].to(head_VH.dtype)
             raw_RV = rows_RH @ head_VH.T
+            top_R = raw_RV.max(dim=-1)
             served_R = targets.served_NB[chunk][block_R, slot_R]
-            labels_R, teacher_RV = served_R, None
-            if teacher_hidden_TH is not None:
-                positions_P, inverse_R = targets.teacher_NB[chunk][block_R, slot_R].unique(
-                    return_inverse=True
-                )
+            positions_P, inverse_R = targets.teacher_NB[chunk][block_R, slot_R].unique(return_inverse=True)
+            labels_R, known_R, teacher_PV = served_R, None, None
+            if spec.objective == "opd":
+                assert teacher_hidden_TH is not None
                 teacher_PV = teacher_hidden_TH[positions_P].to(head_VH.dtype) @ head_VH.T
                 labels_R = teacher_PV.max(dim=-1).indices[inverse_R]
-                if spec.needs_teacher:
-                    teacher_PV = teacher_PV.to(accumulate).div_(spec.temperature).log_softmax(dim=-1)
-                    teacher_RV = teacher_PV[inverse_R]
+            elif moments is not None:
+                known_R = moments.at(positions_P[inverse_R])
+            elif teacher_hidden_TH is not None:
+                known_R = teacher_moments(
+                    teacher_hidden_TH[positions_P], head_VH, soft=spec.needs_teacher, temperature=spec.temperature
+                ).at(inverse_R)
+            if known_R is not None:
+                labels_R = known_R.greedy_T
             same_R = labels_R == served_R
-            loss_R, dlogits_RV, log_label_R = slot_losses(
-                raw_RV.to(accumulate),
-                teacher_RV,
-                labels_R,
-                _before_first_difference(same_R, block_R, slot_R, chunk_valid),
-                spec,
-                weight_sum,
-            )
+            hard_R = _before_first_difference(same_R, block_R, slot_R, chunk_valid)
+            if teacher_PV is not None:
+                logp_PV = teacher_PV.to(accumulate).div_(spec.temperature).log_softmax(dim=-1)
+                loss_R, dlogits_RV, log_label_R = distillation_losses(
+                    raw_RV.to(accumulate), logp_PV[inverse_R], labels_R, hard_R, spec, weight_sum
+                )
+                grad_RH = (dlogits_RV.to(head_VH.dtype) @ head_VH).to(accumulate)
+            else:
+                soft_R = known_R if spec.objective == "osd" else None
+                loss_R, grad_RH, log_label_R = label_losses(
+                    rows_RH, raw_RV, top_R, head_VH, labels_R, hard_R, soft_R, accumulate
+                )
             weights_R = base_B[slot_R]
             if spec.weighting == "survival":
                 log_a_NB = torch.zeros_like(chunk_valid, dtype=accumulate)
@@ -149,9 +163,8 @@ class _BlockLossFunction(torch.autograd.Function):
             loss_sum += (loss_R * weights_R).sum()
             used_weight += weights_R.sum()
             # weights scale the [R, H] product, not the [R, V] gradient: fewer bytes, same result
-            grad_RH = (dlogits_RV.to(head_VH.dtype) @ head_VH).to(accumulate) * weights_R[:, None]
-            grad_NBH[start + block_R, slot_R] = grad_RH
-            match_NB[start + block_R, slot_R] = raw_RV.max(dim=-1).indices == served_R
+            grad_NBH[start + block_R, slot_R] = grad_RH * weights_R[:, None]
+            match_NB[start + block_R, slot_R] = top_R.indices == served_R
             agreeing += same_R.sum()
         normaliser = used_weight.clamp_min(torch.finfo(accumulate).tiny)
         ctx.save_for_backward((grad_NBH / normaliser).to(hidden_NBH.dtype))
@@ -162,7 +175,7 @@ class _BlockLossFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_value: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         (grad_NBH,) = ctx.saved_tensors
-        return grad_NBH * grad_value.to(grad_NBH.dtype), None, None, None, None, None
+        return grad_NBH * grad_value.to(grad_NBH.dtype), *[None] * 6
 
 
 def _before_first_difference(

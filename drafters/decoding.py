@@ -1,10 +1,12 @@
-"""Speculative decoding of one request, round by round.
+"""Speculative decoding, round by round, of one request or several together.
 
-A session owns the target's KV cache, the committed tokens and the target's features of everything before the anchor. The
-drafter is handed in at each step, so a new one can be swapped in between two rounds: the session notices that
-its context keys and values were made by another drafter and rebuilds them from the raw features.
+A session owns the target's KV cache, the committed tokens and the target's features of everything before the anchor. A round
+of several sessions is one pass of the drafter over all their blocks and one of the target over all rows that are to be
+verified, Σ verify_len of them; sessions that have not begun read their prompts in that same pass. The drafter is handed in at
+each round, so a new one can be swapped in between two: a session notices that its context keys and values were
+made by another drafter and rebuilds them from the raw features.
 
-Shapes: S prompt tokens, B block size, L verify_len, H hidden, V vocabulary, C feature width.
+Shapes: N sessions, S prompt tokens, B block size, L verify_len, H hidden, V vocabulary, C feature width.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Literal
 import torch
 from transformers import DynamicCache
 
+from drafters.blocks import AttentionGroup
 from drafters.dflash import ContextCache, DFlashDrafter
 from drafters.errors import UserError
 from drafters.policies import LengthPolicy, Load
@@ -82,6 +85,9 @@ class DecodingSession:
             raise UserError("prompt_ids: the prompt is empty")
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens: {max_new_tokens} must be at least 1")
+        outside = [token for token in prompt_ids if not 0 <= token < target.config.vocab_size]
+        if outside:
+            raise UserError(f"prompt_ids: {outside[0]} is no token of the target (vocabulary {target.config.vocab_size})")
         limit = getattr(target.config, "max_position_embeddings", None)
         if limit is not None and len(prompt_ids) + max_new_tokens > limit:
             raise UserError(
@@ -117,45 +123,21 @@ class DecodingSession:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def begun(self) -> bool:
+        """Whether the prompt has been read."""
+        return bool(self._features)
+
     def prefill(self) -> None:
         """Read the prompt and commit the target's first token."""
         prompt = torch.tensor(self.tokens, device=self.target.device)
-        output = self.target.forward_cached(prompt, 0, self._target_cache)
-        self._features.append(output.features_TC)
-        logits_1V = self.target.logits(output.hidden_TH[-1:])
-        empty = prompt.new_zeros(0)
-        self._commit([self._verify(empty, logits_1V, None).next_token])
+        (output,) = self.target.forward_cached([prompt], [0], [self._target_cache])
+        self._begin(output)
 
-    @torch.no_grad()
     def step(self, serving: ServingDrafter, load: Load | None = None) -> DecodedRound:
         """Draft a block, verify verify_len slots of it, commit."""
-        start = len(self.tokens) - 1
-        drafter = serving.drafter
-        hidden_BH, embeddings_BH = self._draft_block(drafter, start)
-        draft_logits = self.target.logits(hidden_BH[1:].to(self.target.dtype))
-        if self.sampling.greedy or serving.draft_sampling == "argmax":
-            drafts, q_LV = draft_logits.max(dim=-1).indices, None
-        else:
-            q_LV = warp(draft_logits, self.sampling)
-            drafts = torch.multinomial(q_LV.cpu(), 1, generator=self._generator)[:, 0]
-            drafts = drafts.to(draft_logits.device)
-        verify_len = int(serving.policy.verify_len(hidden_BH[None], embeddings_BH[None], load or Load())[0])
-        verified = drafts[: verify_len - 1]
-        anchor = drafts.new_tensor([self.tokens[start]])
-        output = self.target.forward_cached(torch.cat([anchor, verified]), start, self._target_cache)
-        outcome = self._verify(verified, self.target.logits(output.hidden_TH), q_LV)
-        self._keep(output, start, outcome.accepted + 1)
-        new_tokens = [*verified[: outcome.accepted].tolist(), outcome.next_token]
-        record = DecodedRound(
-            start=start,
-            drafter_version=serving.drafter_version,
-            verify_len=verify_len,
-            accepted=outcome.accepted,
-            draft_ids=drafts.tolist(),
-            committed=self._commit(new_tokens),
-        )
-        self.rounds.append(record)
-        return record
+        decode_round([self], serving, load)
+        return self.rounds[-1]
 
     def run(self, serving: ServingDrafter) -> list[int]:
         """Decode to the end with one drafter; returns the output ids."""
@@ -164,18 +146,59 @@ class DecodingSession:
             self.step(serving)
         return self.output_ids
 
-    def _draft_block(self, drafter: DFlashDrafter, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def _start(self) -> int:
+        """Absolute position of the anchor, the last committed token."""
+        return len(self.tokens) - 1
+
+    def _begin(self, output: TargetOutput) -> None:
+        self._features.append(output.features_TC)
+        logits_1V = self.target.logits(output.hidden_TH[-1:])
+        empty = torch.zeros(0, dtype=torch.long, device=logits_1V.device)
+        self._commit([self._verify(empty, logits_1V, None).next_token])
+
+    def _unencoded(self, drafter: DFlashDrafter) -> torch.Tensor | None:
+        """Raw features [T, C] that the drafter's context lacks; all of them after a swap."""
         if self._context_owner is not drafter:
             self._context, self._context_owner, self._encoded = ContextCache(), drafter, 0
-        if self._encoded < len(self._features):
-            new = torch.cat(self._features[self._encoded :])
-            positions = torch.arange(start - new.shape[0], start, device=new.device)
-            self._context.append(drafter.context_key_values(new, positions))
-            self._encoded = len(self._features)
-        block = torch.full((drafter.block_size,), drafter.spec.mask_token_id)
-        block[0] = self.tokens[start]
-        embeddings_BH = self.target.embed(block.to(self.target.device))
-        return drafter.draft(embeddings_BH, start, self._context), embeddings_BH
+        new = self._features[self._encoded :]
+        self._encoded = len(self._features)
+        return torch.cat(new) if new else None
+
+    def _choose(
+        self, draft_logits: torch.Tensor, serving: ServingDrafter
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafts [B-1], and the distributions that they were drawn from unless they are the likeliest tokens."""
+        if self.sampling.greedy or serving.draft_sampling == "argmax":
+            return draft_logits.max(dim=-1).indices, None
+        q_LV = warp(draft_logits, self.sampling)
+        drafts = torch.multinomial(q_LV.cpu(), 1, generator=self._generator)[:, 0]
+        return drafts.to(draft_logits.device), q_LV
+
+    def _finish_round(
+        self,
+        serving: ServingDrafter,
+        drafts: torch.Tensor,
+        q_LV: torch.Tensor | None,
+        output: TargetOutput,
+        logits_LV: torch.Tensor,
+    ) -> None:
+        """Verify, keep what was accepted, commit, and note the round."""
+        start, verify_len = self._start, logits_LV.shape[0]
+        verified = drafts[: verify_len - 1]
+        outcome = self._verify(verified, logits_LV, q_LV)
+        self._keep(output, start, outcome.accepted + 1)
+        new_tokens = [*verified[: outcome.accepted].tolist(), outcome.next_token]
+        self.rounds.append(
+            DecodedRound(
+                start=start,
+                drafter_version=serving.drafter_version,
+                verify_len=verify_len,
+                accepted=outcome.accepted,
+                draft_ids=drafts.tolist(),
+                committed=self._commit(new_tokens),
+            )
+        )
 
     def _verify(
         self, drafts: torch.Tensor, logits_LV: torch.Tensor, q_LV: torch.Tensor | None
@@ -201,6 +224,92 @@ class DecodingSession:
                 self.finish_reason = "length"
                 return kept
         return len(new_tokens)
+
+
+@torch.no_grad()
+def draft_blocks(
+    sessions: Sequence[DecodingSession], drafter: DFlashDrafter
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill one block for each session that has begun.
+
+    Returns:
+        hidden_NBH and the embeddings_NBH that went in.
+    """
+    target = sessions[0].target
+    _encode(sessions, drafter)
+    starts_N = torch.tensor([session._start for session in sessions], device=target.device)
+    blocks_NB = torch.full((len(sessions), drafter.block_size), drafter.spec.mask_token_id, device=target.device)
+    blocks_NB[:, 0] = torch.tensor([session.tokens[-1] for session in sessions], device=target.device)
+    groups: list[AttentionGroup] = []
+    first = 0
+    for number, session in enumerate(sessions):
+        last = first + session._context.length
+        groups.append(AttentionGroup(slice(number, number + 1), slice(first, last), None))
+        first = last
+    embeddings_NBH = target.embed(blocks_NB)
+    hidden_NBH = drafter(
+        embeddings_NBH,
+        starts_N[:, None] + torch.arange(drafter.block_size, device=target.device),
+        ContextCache.cat([session._context for session in sessions]),
+        groups,
+    )
+    return hidden_NBH, embeddings_NBH
+
+
+def _encode(sessions: Sequence[DecodingSession], drafter: DFlashDrafter) -> None:
+    """Bring each session's drafter context up to its anchor, with one pass over all new features."""
+    fresh = [(session, session._unencoded(drafter)) for session in sessions]
+    pieces = [(session, features) for session, features in fresh if features is not None]
+    if not pieces:
+        return
+    lengths = [features.shape[0] for _, features in pieces]
+    positions = [
+        torch.arange(session._start - length, session._start, device=session.target.device)
+        for (session, _), length in zip(pieces, lengths, strict=True)
+    ]
+    layers = drafter.context_key_values(torch.cat([features for _, features in pieces]), torch.cat(positions))
+    split = [(keys.split(lengths), values.split(lengths)) for keys, values in layers]
+    for number, (session, _) in enumerate(pieces):
+        session._context.append([(keys[number], values[number]) for keys, values in split])
+
+
+@torch.no_grad()
+def decode_round(
+    sessions: Sequence[DecodingSession], serving: ServingDrafter, load: Load | None = None
+) -> None:
+    """One round of every session: draft, verify and commit, or read the prompt.
+
+    Args:
+        sessions: unfinished ones of one target.
+        serving: drafter and policy of this round.
+        load: what the policy is told; by default that these sessions are running.
+    """
+    target = sessions[0].target
+    waiting = [session for session in sessions if not session.begun]
+    running = [session for session in sessions if session.begun]
+    drafts: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    rows = [torch.tensor(session.tokens, device=target.device) for session in waiting]
+    starts = [0] * len(waiting)
+    if running:
+        hidden_NBH, embeddings_NBH = draft_blocks(running, serving.drafter)
+        draft_logits = target.logits(hidden_NBH[:, 1:].to(target.dtype))
+        drafts = [
+            session._choose(logits, serving) for session, logits in zip(running, draft_logits, strict=True)
+        ]
+        lengths_N = serving.policy.verify_len(hidden_NBH, embeddings_NBH, load or Load(running=len(sessions)))
+        for session, (chosen, _), length in zip(running, drafts, lengths_N.tolist(), strict=True):
+            rows.append(torch.cat([chosen.new_tensor([session.tokens[-1]]), chosen[: length - 1]]))
+            starts.append(session._start)
+    outputs = target.forward_cached(rows, starts, [s._target_cache for s in (*waiting, *running)])
+    for session, output in zip(waiting, outputs, strict=False):
+        session._begin(output)
+    if not running:
+        return
+    verified = outputs[len(waiting) :]
+    lengths = [output.hidden_TH.shape[0] for output in verified]
+    logits = target.logits(torch.cat([output.hidden_TH for output in verified])).split(lengths)
+    for session, (chosen, q_LV), output, logits_LV in zip(running, drafts, verified, logits, strict=True):
+        session._finish_round(serving, chosen, q_LV, output, logits_LV)
 
 
 def acceptance_length(sessions: Sequence[DecodingSession]) -> float:

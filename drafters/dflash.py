@@ -145,6 +145,17 @@ class ContextCache:
         ]
 
 
+    @staticmethod
+    def cat(caches: Sequence[ContextCache]) -> list[KeyValue]:
+        """Context of several requests laid end to end, per layer."""
+        if len(caches) == 1:
+            return caches[0].layers
+        return [
+            (torch.cat([keys for keys, _ in layer]), torch.cat([values for _, values in layer]))
+            for layer in zip(*(cache.layers for cache in caches), strict=True)
+        ]
+
+
 class DFlashDrafter(nn.Module):
     """A DFlash drafter; embedding and head are the target's and not part of it."""
 
@@ -210,13 +221,3 @@ class DFlashDrafter(nn.Module):
         for layer, key_value in zip(self.layers, context, strict=True):
             x_RH = layer(x_RH, cos, sin, key_value, groups, shape[1])
         return self.norm(x_RH).view(shape)
-
-    def draft(self, embeddings_BH: torch.Tensor, start: int, cache: ContextCache) -> torch.Tensor:
-        """Hidden states [B, H] of one block anchored at absolute position `start`.
-
-        `cache` must hold exactly the `start` context tokens before the anchor.
-        """
-        assert cache.length == start, (cache.length, start)
-        positions_1B = torch.arange(start, start + embeddings_BH.shape[0], device=embeddings_BH.device)[None]
-        group = AttentionGroup(slice(0, 1), slice(0, start), None)
-        return self(embeddings_BH[None], positions_1B, cache.layers, [group])[0]

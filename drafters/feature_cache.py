@@ -8,10 +8,14 @@ Shapes: T flat tokens, H hidden, C feature width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 
 from drafters.packing import PackedBatch
 from drafters.target import Target, TargetOutput
+from drafters.teacher import TeacherMoments
 
 
 class FeatureCache:
@@ -23,11 +27,19 @@ class FeatureCache:
     Args:
         target: the frozen target.
         max_bytes: most memory to hold.
+        moments: makes the teacher's moments from final hidden states, to be kept beside them; None keeps none.
     """
 
-    def __init__(self, target: Target, max_bytes: int) -> None:
+    def __init__(
+        self,
+        target: Target,
+        max_bytes: int,
+        *,
+        moments: Callable[[torch.Tensor], TeacherMoments] | None = None,
+    ) -> None:
         self.target = target
         self.max_bytes = max_bytes
+        self.moments = moments
         self.used_bytes = 0
         self._outputs: dict[bytes, TargetOutput] = {}
 
@@ -38,12 +50,7 @@ class FeatureCache:
         for length in batch.document_lengths():
             outputs.append(self._document(batch.input_ids_T[start : start + length]))
             start += length
-        if len(outputs) == 1:
-            return outputs[0]
-        return TargetOutput(
-            torch.cat([output.hidden_TH for output in outputs]),
-            torch.cat([output.features_TC for output in outputs]),
-        )
+        return TargetOutput.cat(outputs)
 
     def _document(self, input_ids_T: torch.Tensor) -> TargetOutput:
         key = input_ids_T.cpu().numpy().tobytes()
@@ -52,8 +59,9 @@ class FeatureCache:
             return known
         positions_T = torch.arange(input_ids_T.numel(), device=input_ids_T.device)
         output = self.target.forward_packed(input_ids_T, positions_T)
-        size = output.hidden_TH.nbytes + output.features_TC.nbytes
-        if self.used_bytes + size <= self.max_bytes:
+        if self.moments is not None:
+            output = replace(output, moments=self.moments(output.hidden_TH))
+        if self.used_bytes + output.nbytes <= self.max_bytes:
             self._outputs[key] = output
-            self.used_bytes += size
+            self.used_bytes += output.nbytes
         return output

@@ -1,4 +1,4 @@
-"""What a drafter is trained on, slot by slot: losses and their gradients in closed form.
+"""What a drafter is trained on: the choice of loss, slot weights, and distillation in closed form.
 
 q is the drafter's distribution at a slot, p the target's on the served prefix. All objectives are functions of the slot's
 logits z with q = softmax(z); for a sum Σ_y f(q_y) the gradient is ∂/∂z_y = q_y (f'(q_y) - Σ_u q_u f'(q_u)), so no autograd
@@ -112,22 +112,21 @@ def reverse_kl_slope(
     return loss_R.clamp_max(limit), log_ratio_RV.mul_((loss_R < limit)[:, None])
 
 
-def slot_losses(
+def distillation_losses(
     logits_RV: torch.Tensor,
-    teacher_logp_RV: torch.Tensor | None,
+    teacher_logp_RV: torch.Tensor,
     labels_R: torch.Tensor,
     hard_R: torch.Tensor,
     spec: LossSpec,
     weight_sum: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss of each slot, its gradient with respect to the logits, and log q(label).
+    """`opd`: loss of each slot, its gradient with respect to the logits, and log q(label).
 
-    Buffers of size [R, V] are reused where possible: this is the hot loop of training.
+    Buffers of size [R, V] are reused where possible: this is the hot loop of distillation.
 
     Args:
         logits_RV: drafter logits, fp32 or fp64.
-        teacher_logp_RV: the target's log-probabilities on the served prefix at the spec's temperature; may be
-            overwritten; None only for `ce`.
+        teacher_logp_RV: the target's log-probabilities on the served prefix at the spec's temperature; overwritten.
         labels_R: the target's greedy token.
         hard_R: bool, False drops the hard label of a slot (sampled text, past the first token that differs from the
             target's argmax).
@@ -140,35 +139,22 @@ def slot_losses(
     logq_RV = logits_RV.log_softmax(dim=-1)
     rows = torch.arange(labels_R.numel(), device=labels_R.device)
     log_label_R = logq_RV[rows, labels_R]
-    hard = hard_R.to(logq_RV.dtype)
-    if spec.objective == "osd":
-        assert teacher_logp_RV is not None
-        p_RV = teacher_logp_RV.exp()
-        # 0·log 0 = 0: a token of zero target probability contributes nothing
-        gap_RV = (teacher_logp_RV - logq_RV).nan_to_num_(nan=0.0, posinf=1e4, neginf=0.0)
-        return torch.linalg.vecdot(p_RV, gap_RV), logq_RV.exp_().sub_(p_RV), log_label_R
-    share = 1.0 if spec.objective == "ce" else spec.alpha
-    loss_R = -share * log_label_R * hard
-    if spec.objective == "ce" or spec.alpha == 1:
-        grad_RV = logq_RV.exp_()
-        grad_RV.mul_((share * hard)[:, None])
-    else:
-        assert teacher_logp_RV is not None
-        T = spec.temperature
-        q_RV = logq_RV.exp()
-        q_T_RV, logq_T_RV = q_RV, logq_RV
-        if T != 1:
-            logq_T_RV = (logq_RV / T).log_softmax(dim=-1)
-            q_T_RV = logq_T_RV.exp()
-        log_ratio_RV = logq_T_RV.sub_(teacher_logp_RV)
-        # p = 0 gives +inf, q = p = 0 gives nan: keep q·log(q/p) finite
-        log_ratio_RV.nan_to_num_(nan=0.0, posinf=1e4, neginf=-1e4)
-        limit = spec.delta * (weight_sum if spec.clip == "position_normalised" else 1.0)
-        kl_R, slope_RV = reverse_kl_slope(q_T_RV, log_ratio_RV, teacher_logp_RV.exp_(), spec.clip, limit)
-        soft = 1 - spec.alpha
-        loss_R = loss_R + soft * T * T * kl_R
-        inner_R = torch.linalg.vecdot(q_T_RV, slope_RV)
-        grad_RV = slope_RV.sub_(inner_R[:, None]).mul_(q_T_RV).mul_(soft * T)
-        grad_RV.addcmul_(q_RV, (share * hard)[:, None].expand_as(q_RV))
-    grad_RV[rows, labels_R] -= share * hard
+    hard_R = spec.alpha * hard_R.to(logq_RV.dtype)
+    q_RV = logq_RV.exp()
+    T = spec.temperature
+    q_T_RV, logq_T_RV = q_RV, logq_RV
+    if T != 1:
+        logq_T_RV = (logq_RV / T).log_softmax(dim=-1)
+        q_T_RV = logq_T_RV.exp()
+    log_ratio_RV = logq_T_RV.sub_(teacher_logp_RV)
+    # p = 0 gives +inf, q = p = 0 gives nan: keep q·log(q/p) finite
+    log_ratio_RV.nan_to_num_(nan=0.0, posinf=1e4, neginf=-1e4)
+    limit = spec.delta * (weight_sum if spec.clip == "position_normalised" else 1.0)
+    kl_R, slope_RV = reverse_kl_slope(q_T_RV, log_ratio_RV, teacher_logp_RV.exp_(), spec.clip, limit)
+    soft = 1 - spec.alpha
+    loss_R = soft * T * T * kl_R - log_label_R * hard_R
+    inner_R = torch.linalg.vecdot(q_T_RV, slope_RV)
+    grad_RV = slope_RV.sub_(inner_R[:, None]).mul_(q_T_RV).mul_(soft * T)
+    grad_RV.addcmul_(q_RV, hard_R[:, None].expand_as(q_RV))
+    grad_RV[rows, labels_R] -= hard_R
     return loss_R, grad_RV, log_label_R

@@ -11,27 +11,51 @@ Shapes: T flat tokens, S tokens of one call, H hidden size, V vocabulary, C = nu
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
+from drafters.batched_attention import RaggedRows, install
 from drafters.errors import UserError
 from drafters.identity import TargetIdentity
 from drafters.layer_ids import check_layer_ids
+from drafters.teacher import TeacherMoments
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen3")
 
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """`hidden_TH` after the final norm (head input) and `features_TC` of the chosen layers, both detached."""
+    """`hidden_TH` after the final norm (head input) and `features_TC` of the chosen layers, both detached.
+
+    `moments` of its predictions are there when whoever ran the target asked for them.
+    """
 
     hidden_TH: torch.Tensor
     features_TC: torch.Tensor
+    moments: TeacherMoments | None = None
+
+    @staticmethod
+    def cat(outputs: list[TargetOutput]) -> TargetOutput:
+        """Outputs of several documents laid end to end; all with moments or all without."""
+        if len(outputs) == 1:
+            return outputs[0]
+        moments = [output.moments for output in outputs if output.moments is not None]
+        return TargetOutput(
+            torch.cat([output.hidden_TH for output in outputs]),
+            torch.cat([output.features_TC for output in outputs]),
+            TeacherMoments.cat(moments) if moments else None,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        moments = self.moments.nbytes if self.moments is not None else 0
+        return self.hidden_TH.nbytes + self.features_TC.nbytes + moments
 
 
 class Target:
@@ -54,6 +78,7 @@ class Target:
                 f"use one of {', '.join(SUPPORTED_MODEL_TYPES)}"
             )
         self.model = model.eval().requires_grad_(False)
+        self._batches = install(model)
         self.identity = identity
         self.layer_ids = check_layer_ids(list(layer_ids), config.num_hidden_layers)
         # per thread: training and serving may share one target
@@ -114,15 +139,47 @@ class Target:
         return TargetOutput(output.last_hidden_state[0], self._features(captured))
 
     @torch.no_grad()
-    def forward_cached(self, input_ids_S: torch.Tensor, start: int, cache: Any) -> TargetOutput:
-        """Extend one sequence by S tokens at absolute position `start`, updating `cache` in place."""
-        positions_S = torch.arange(start, start + input_ids_S.numel(), device=self.device)
+    def forward_cached(
+        self, new_ids: Sequence[torch.Tensor], starts: Sequence[int], caches: Sequence[DynamicCache]
+    ) -> list[TargetOutput]:
+        """Extend several sequences in one forward, each by as many tokens as it wants.
+
+        Args:
+            new_ids: int64 [S] of each sequence, at least one token.
+            starts: absolute position of its first new token = tokens in its cache.
+            caches: one per sequence, updated in place.
+
+        Returns:
+            The output over the new tokens of each sequence.
+        """
+        if not self._batches:
+            return [self._forward_one(*sequence) for sequence in zip(new_ids, starts, caches, strict=True)]
+        lengths = [ids.numel() for ids in new_ids]
+        positions = [
+            torch.arange(start, start + length, device=self.device)
+            for start, length in zip(starts, lengths, strict=True)
+        ]
         with self._capture() as captured:
             output = self.model.model(
-                input_ids=input_ids_S[None],
-                position_ids=positions_S[None],
-                past_key_values=cache,
-                use_cache=True,
+                input_ids=torch.cat(list(new_ids))[None],
+                position_ids=torch.cat(positions)[None],
+                # a mask of four dimensions is handed on as it is; the attention ignores it
+                attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device),
+                use_cache=False,
+                ragged=RaggedRows(lengths, caches),
+            )
+        return [
+            TargetOutput(hidden, features)
+            for hidden, features in zip(
+                output.last_hidden_state[0].split(lengths), self._features(captured).split(lengths), strict=True
+            )
+        ]
+
+    def _forward_one(self, ids: torch.Tensor, start: int, cache: DynamicCache) -> TargetOutput:
+        positions = torch.arange(start, start + ids.numel(), device=self.device)
+        with self._capture() as captured:
+            output = self.model.model(
+                input_ids=ids[None], position_ids=positions[None], past_key_values=cache, use_cache=True
             )
         return TargetOutput(output.last_hidden_state[0], self._features(captured))
 

@@ -17,6 +17,7 @@ from drafters.objectives import LossSpec
 from drafters.packing import Document, PackedBatch
 from drafters.replay import replay, total_acceptance_length
 from drafters.target import Target
+from drafters.teacher import TeacherMoments, teacher_moments
 from lightning_modules.metrics import AcceptanceLength
 from lightning_modules.optim import OptimSpec, clip_each, configure_adamw
 
@@ -52,8 +53,23 @@ class BlockTrainingModule(L.LightningModule):
         self.loss_spec = loss
         self.optim_spec = optim
         self.teacher_labels = teacher_labels or loss.needs_teacher
-        self.features = FeatureCache(target, feature_cache_bytes) if feature_cache_bytes else None
+        # distillation needs the whole distribution, not its moments
+        keep_moments = self.teacher_labels and loss.objective != "opd"
+        self.features = (
+            FeatureCache(target, feature_cache_bytes, moments=self.moments if keep_moments else None)
+            if feature_cache_bytes
+            else None
+        )
         self.acceptance = AcceptanceLength(drafter.block_size)
+
+    def moments(self, hidden_TH: torch.Tensor) -> TeacherMoments:
+        """What the loss needs of the target's predictions at these positions."""
+        return teacher_moments(
+            hidden_TH,
+            self.target.head_VH,
+            soft=self.loss_spec.needs_teacher,
+            temperature=self.loss_spec.temperature,
+        )
 
     def on_fit_start(self) -> None:
         self.target.model.to(self.device)
@@ -72,6 +88,7 @@ class BlockTrainingModule(L.LightningModule):
             targets,
             self.loss_spec,
             teacher_hidden_TH=output.hidden_TH if self.teacher_labels else None,
+            moments=output.moments,
         )
         return loss, targets, filled
 

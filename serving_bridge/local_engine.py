@@ -1,7 +1,7 @@
 """The embedded engine: serves requests on HF transformers with a drafter, and logs what verification saw.
 
-One thread runs all requests, a round of each in turn. The drafter is read anew at every round, so a swap takes effect at
-the next round of each request and none is stopped. Output is the target's, whichever drafter ran which round.
+One thread runs all requests, each round of all together in one batch. The drafter is read anew at every round, so a swap takes
+effect at the next and no request is stopped. Output is the target's, whichever drafter ran which round.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from drafters.checkpoint import LoadedDrafter, load_drafter
-from drafters.decoding import DecodingSession, ServingDrafter
+from drafters.decoding import DecodingSession, ServingDrafter, decode_round
 from drafters.errors import UserError
 from drafters.identity import require_same_target
-from drafters.policies import LengthPolicy, Load
+from drafters.policies import LengthPolicy
 from drafters.target import Target
 from drafters.verify import SamplingParams
 from serving_bridge.records import Round, Sampling, VerificationRecord
@@ -66,7 +66,7 @@ class LocalEngine:
         policy: makes the length policy of a checkpoint.
         eos_ids: tokens that end a response.
         writer: where records go; None logs nothing. Never blocks serving.
-        max_running: requests interleaved at a time; further ones wait in order.
+        max_running: requests decoded at a time; further ones wait in order.
         threads: CPU threads of the serving thread alone; None leaves torch's default. A trainer in the same process should
             take the rest: thread pools that together exceed the cores slow each other down by far more than their share.
 
@@ -183,33 +183,48 @@ class LocalEngine:
                 if self._stopping and not running:
                     return
                 while self._waiting and len(running) < self.max_running:
-                    running.append(_Running(*self._waiting.popleft()))
-            load = Load(running=len(running))
-            for job in running:
-                self._advance(job, load)
+                    job = self._admit(*self._waiting.popleft())
+                    if job is not None:
+                        running.append(job)
+            self._advance(running)
             running = [job for job in running if not job.future.done()]
 
-    def _advance(self, job: _Running, load: Load) -> None:
-        if job.future.cancelled():
-            return
+    def _admit(self, request: Request, future: Future[Completion]) -> _Running | None:
+        """A job of this request, unless it is over before it began."""
+        if future.cancelled():
+            return None
         try:
-            if job.session is None:
-                job.session = DecodingSession(
-                    self.target,
-                    job.request.prompt_ids,
-                    sampling=job.request.sampling,
-                    max_new_tokens=job.request.max_new_tokens,
-                    eos_ids=self.eos_ids,
-                )
-                job.session.prefill()
-            else:
-                job.session.step(self._serving, load)
-            if job.session.finished:
-                self._finish(job, job.session)
+            session = DecodingSession(
+                self.target,
+                request.prompt_ids,
+                sampling=request.sampling,
+                max_new_tokens=request.max_new_tokens,
+                eos_ids=self.eos_ids,
+            )
         except Exception as error:
             # one request's failure must not end the others; its caller gets the error
-            with contextlib.suppress(Exception):
-                job.future.set_exception(error)
+            _fail(future, error)
+            return None
+        return _Running(request, future, session)
+
+    def _advance(self, running: Sequence[_Running]) -> None:
+        """One round of all jobs, and the end of those that finished."""
+        active = [job for job in running if not job.future.cancelled()]
+        if not active:
+            return
+        try:
+            decode_round([job.session for job in active], self._serving)
+        except Exception as error:
+            # what breaks a batch leaves none of its requests in a known state
+            for job in active:
+                _fail(job.future, error)
+            return
+        for job in active:
+            if job.session.finished:
+                try:
+                    self._finish(job, job.session)
+                except Exception as error:
+                    _fail(job.future, error)
 
     def _finish(self, job: _Running, session: DecodingSession) -> None:
         record = make_record(job.request, session, self.target, self._serving)
@@ -222,8 +237,14 @@ class LocalEngine:
 class _Running:
     request: Request
     future: Future[Completion]
-    session: DecodingSession | None = None
+    session: DecodingSession
     started: float = field(default_factory=time.perf_counter)
+
+
+def _fail(future: Future[Completion], error: Exception) -> None:
+    """Hand the error to the caller, unless the caller has left."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)
 
 
 def make_record(

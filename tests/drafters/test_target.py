@@ -36,7 +36,7 @@ def test_a_cached_forward_continues_a_packed_one(kind: str, make_target: MakeTar
     ids = torch.arange(20, 33)
     whole = target.forward_packed(ids, torch.arange(13))
     cache = DynamicCache(config=target.config)
-    parts = [target.forward_cached(ids[a:b], a, cache) for a, b in ((0, 6), (6, 7), (7, 13))]
+    parts = [target.forward_cached([ids[a:b]], [a], [cache])[0] for a, b in ((0, 6), (6, 7), (7, 13))]
     torch.testing.assert_close(torch.cat([p.hidden_TH for p in parts]), whole.hidden_TH, rtol=0, atol=1e-9)
     torch.testing.assert_close(
         torch.cat([p.features_TC for p in parts]), whole.features_TC, rtol=0, atol=1e-9

@@ -157,7 +157,8 @@ class Gate:
     def __post_init__(self) -> None:
         self.reached = threading.Event()
         self.open = threading.Event()
-        self.rounds = 0
+        self.blocks: list[int] = []
+        """Requests in each round so far."""
 
     def policy(self, loaded: LoadedDrafter) -> GatedPolicy:
         """A policy factory for the engine."""
@@ -173,8 +174,8 @@ class GatedPolicy(FixedPolicy):
 
     def verify_len(self, hidden_NBH: torch.Tensor, embeddings_NBH: torch.Tensor, load: Load) -> torch.Tensor:
         gate: Gate = self.gate  # type: ignore[attr-defined]
-        if gate.rounds == gate.stop_before:
+        if len(gate.blocks) == gate.stop_before:
             gate.reached.set()
             assert gate.open.wait(PATIENCE)
-        gate.rounds += 1
+        gate.blocks.append(hidden_NBH.shape[0])
         return super().verify_len(hidden_NBH, embeddings_NBH, load)

@@ -1,0 +1,126 @@
+"""Attention of the target when it decodes: several requests in one forward, and no copies of shared keys.
+
+Registered with HF as an attention implementation, so that the model itself stays HF's. It differs from HF's own SDPA path in two cases.
+
+- *Ragged rows.* The new tokens of several requests lie end to end in one row, as many of each as its verify_len asks for;
+  linear layers see them together, attention runs request by request on its own cache. Nothing is padded.
+- *A few new tokens on a long cache with a mask* (HF's `generate` on a padded batch). With grouped-query attention HF copies
+  every cached key and value once per query head, at every step. The heads of a group see the same keys, so
+  they can stand as further query rows of one head instead.
+
+Shapes: R rows of a batch, K query heads, G key-value heads, S new tokens, T cached and new tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "sdpa_batched"
+"""Name in HF's attention registry."""
+
+MAX_FOLDED_TOKENS = 16
+"""Longer queries of a padded batch (prefill) take HF's own path, whose kernels suit them better."""
+
+
+@dataclass(frozen=True)
+class RaggedRows:
+    """Which slice of a flat row belongs to which cache; passed through the model to every layer."""
+
+    lengths: Sequence[int]
+    caches: Sequence[DynamicCache]
+
+
+def install(model: Any) -> bool:
+    """Make a HF model on SDPA attention use this module's; returns False for one that runs on another attention."""
+    if model.config._attn_implementation == NAME:
+        return True
+    if model.config._attn_implementation != "sdpa":
+        return False
+    AttentionInterface.register(NAME, batched_attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)
+    # after the prefill of a batch the head gets a strided view of the last positions, for which `linear` would
+    # copy the whole head weight once per row
+    model.get_output_embeddings().register_forward_pre_hook(lambda _module, inputs: (inputs[0].contiguous(),))
+    return True
+
+
+def batched_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    ragged: RaggedRows | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """HF's attention interface: query [R, K, S, D], key and value [R, G, T, D] → [R, S, K, D]."""
+    if ragged is not None:
+        return _ragged(module, query, key, value, scaling, ragged), None
+    new_tokens = query.shape[2]
+    # no mask over several tokens means causal, which folded rows would get wrong
+    unmasked = attention_mask is None and new_tokens > 1
+    if new_tokens > MAX_FOLDED_TOKENS or unmasked or dropout or query.shape[1] == key.shape[1]:
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )
+        return output, None
+    return _folded(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+
+
+def _ragged(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    ragged: RaggedRows,
+) -> torch.Tensor:
+    lengths = list(ragged.lengths)
+    outputs: list[torch.Tensor] = []
+    for q, new_keys, new_values, cache in zip(
+        query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), ragged.caches, strict=True
+    ):
+        k, v = cache.update(new_keys, new_values, module.layer_idx)
+        if k.shape[2] == q.shape[2]:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        else:
+            out = _folded(q, k, v, _causal_mask(q.shape[2], k.shape[2], q.device), scaling)
+        outputs.append(out)
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def _causal_mask(new_tokens: int, all_tokens: int, device: torch.device) -> torch.Tensor | None:
+    if new_tokens == 1:
+        return None
+    seen = torch.ones(new_tokens, all_tokens, dtype=torch.bool, device=device)
+    return seen.tril(all_tokens - new_tokens)[None, None]
+
+
+def _folded(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """[R, K, S, D] of attention in which the K/G query heads of a group are further rows of one head."""
+    rows, heads, new_tokens, head_dim = query.shape
+    groups = key.shape[1]
+    if mask is not None:
+        mask = mask.repeat(1, 1, heads // groups, 1)
+    output = F.scaled_dot_product_attention(
+        query.reshape(rows, groups, -1, head_dim), key, value, attn_mask=mask, scale=scaling
+    )
+    return output.reshape(rows, heads, new_tokens, head_dim)
