@@ -137,7 +137,7 @@ class _BlockLossFunction(torch.autograd.Function):
                 known_R = moments.at(positions_P[inverse_R])
             elif teacher_hidden_TH is not None:
                 known_R = teacher_moments(
-                    teacher_hidden_TH[positions_P], head_VH, soft=spec.needs_teacher, temperature=spec.temperature
+                    teacher_hidden_TH[positions_P], head_VH, soft=spec.needs_teacher
                 ).at(inverse_R)
             if known_R is not None:
                 labels_R = known_R.greedy_T

@@ -59,16 +59,13 @@ class TeacherMoments:
 
 
 @torch.no_grad()
-def teacher_moments(
-    hidden_TH: torch.Tensor, head_VH: torch.Tensor, *, soft: bool = True, temperature: float = 1.0
-) -> TeacherMoments:
-    """Moments of p = softmax(W h / temperature).
+def teacher_moments(hidden_TH: torch.Tensor, head_VH: torch.Tensor, *, soft: bool = True) -> TeacherMoments:
+    """Moments of p = softmax(W h).
 
     Args:
         hidden_TH: the target's final hidden states (head input).
         head_VH: its head.
         soft: also form the mean row and the negentropy.
-        temperature: of p.
     """
     accumulate = torch.float64 if head_VH.dtype == torch.float64 else torch.float32
     parts: list[TeacherMoments] = []
@@ -78,7 +75,7 @@ def teacher_moments(
         if not soft:
             parts.append(TeacherMoments(greedy_R))
             continue
-        logp_RV = logits_RV.to(accumulate).div_(temperature).log_softmax(dim=-1)
+        logp_RV = logits_RV.to(accumulate).log_softmax(dim=-1)
         p_RV = logp_RV.exp()
         # p = 0 has log p = -inf only when the logits overflow; 0·log 0 = 0
         negentropy_R = torch.linalg.vecdot(p_RV, logp_RV.clamp_min_(torch.finfo(accumulate).min))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -18,6 +19,7 @@ from drafters.packing import Document, PackedBatch
 from drafters.replay import replay, total_acceptance_length
 from drafters.target import Target
 from drafters.teacher import TeacherMoments, teacher_moments
+from drafters.training_vocabulary import TrainingVocabulary
 from lightning_modules.metrics import AcceptanceLength
 from lightning_modules.optim import OptimSpec, clip_each, configure_adamw
 
@@ -33,6 +35,7 @@ class BlockTrainingModule(L.LightningModule):
         loss: the objective.
         optim: optimizer and schedule.
         feature_cache_bytes: memory for the target's outputs; 0 computes them anew at every step.
+        vocabulary: tokens that the loss sees, of documents among those it was made of; None takes all.
         teacher_labels: take hard labels from the target's argmax instead of the served tokens. Needed
             when responses were sampled; for greedy responses the two are the same up to float ties.
     """
@@ -46,6 +49,7 @@ class BlockTrainingModule(L.LightningModule):
         *,
         teacher_labels: bool = False,
         feature_cache_bytes: int = 0,
+        vocabulary: TrainingVocabulary | None = None,
     ) -> None:
         super().__init__()
         self.drafter = drafter
@@ -53,6 +57,8 @@ class BlockTrainingModule(L.LightningModule):
         self.loss_spec = loss
         self.optim_spec = optim
         self.teacher_labels = teacher_labels or loss.needs_teacher
+        self.vocabulary = vocabulary
+        self._kept_head: torch.Tensor | None = None
         # distillation needs the whole distribution, not its moments
         keep_moments = self.teacher_labels and loss.objective != "opd"
         self.features = (
@@ -62,14 +68,17 @@ class BlockTrainingModule(L.LightningModule):
         )
         self.acceptance = AcceptanceLength(drafter.block_size)
 
+    def loss_head(self) -> torch.Tensor:
+        """The head as the loss sees it, [V, H] or [U, H]."""
+        if self.vocabulary is None:
+            return self.target.head_VH
+        if self._kept_head is None or self._kept_head.device != self.target.device:
+            self._kept_head = self.vocabulary.head(self.target.head_VH)
+        return self._kept_head
+
     def moments(self, hidden_TH: torch.Tensor) -> TeacherMoments:
         """What the loss needs of the target's predictions at these positions."""
-        return teacher_moments(
-            hidden_TH,
-            self.target.head_VH,
-            soft=self.loss_spec.needs_teacher,
-            temperature=self.loss_spec.temperature,
-        )
+        return teacher_moments(hidden_TH, self.loss_head(), soft=self.loss_spec.needs_teacher)
 
     def on_fit_start(self) -> None:
         self.target.model.to(self.device)
@@ -82,9 +91,11 @@ class BlockTrainingModule(L.LightningModule):
             output = self.target.forward_packed(batch.input_ids_T, batch.position_ids_T)
         filled = fill_blocks(self.drafter, self.target, batch, output.features_TC)
         targets = BlockTargets.from_layout(batch, filled.layout)
+        if self.vocabulary is not None:
+            targets = replace(targets, served_NB=self.vocabulary.index(targets.served_NB))
         loss = block_loss(
             filled.hidden_NBH,
-            self.target.head_VH,
+            self.loss_head(),
             targets,
             self.loss_spec,
             teacher_hidden_TH=output.hidden_TH if self.teacher_labels else None,

@@ -13,6 +13,7 @@ from drafters.length_head import LengthHead, length_loss
 from drafters.objectives import LossSpec
 from drafters.packing import PackedBatch
 from drafters.target import Target
+from drafters.training_vocabulary import TrainingVocabulary
 from lightning_modules.block_training import BlockTrainingModule
 from lightning_modules.optim import OptimSpec, configure_adamw
 
@@ -33,9 +34,16 @@ class OPDModule(BlockTrainingModule):
         length_head: LengthHead | None = None,
         *,
         feature_cache_bytes: int = 0,
+        vocabulary: TrainingVocabulary | None = None,
     ) -> None:
         super().__init__(
-            drafter, target, loss, optim, teacher_labels=True, feature_cache_bytes=feature_cache_bytes
+            drafter,
+            target,
+            loss,
+            optim,
+            teacher_labels=True,
+            feature_cache_bytes=feature_cache_bytes,
+            vocabulary=vocabulary,
         )
         self.length_head = length_head
 

@@ -165,6 +165,9 @@ class FitConfig(Section):
     steps: int = Field(1000, ge=1, description="Optimizer steps.")
     max_minutes: float | None = Field(None, gt=0, description="Stop after this long, whatever the step.")
     accumulate: int = Field(1, ge=1, description="Batches per optimizer step.")
+    max_documents: int | None = Field(
+        None, ge=1, description="Train on this many documents, drawn by the seed; null takes all."
+    )
     anchors_per_document: int = Field(64, ge=1, description="Most blocks trained in a document at a visit.")
     anchor_source: Literal["random", "rounds"] = Field(
         "random", description="Where blocks begin: anywhere, or where serving begins its rounds."
@@ -178,13 +181,19 @@ class FitConfig(Section):
         ge=0,
         description="Memory for the target's states of training documents, kept between epochs; 0 keeps none.",
     )
+    vocabulary: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens that the loss sees: those of the documents, filled up to this many with the tokenizer's "
+        "first; null takes all. Saves most of the head's cost on a small corpus.",
+    )
     precision: Literal["auto", "32-true", "bf16-mixed"] = Field(
         "auto", description="auto: bf16-mixed where this machine multiplies bfloat16 faster than float32."
     )
 
 
 class LengthHeadConfig(FitConfig):
-    """The length head's fit. `loss` and `validate_every` have no effect here."""
+    """The length head's fit. `loss`, `vocabulary` and `validate_every` have no effect here."""
 
     width: int = Field(128, ge=1, description="Width of the head's hidden layer.")
     features: Literal["hidden", "embedding"] = Field(
@@ -300,7 +309,7 @@ class ServeConfig(Section):
     """The embedded engine."""
 
     max_new_tokens: int = Field(64, ge=1, description="Longest answer to a traffic prompt.")
-    max_running: int = Field(2, ge=1, description="Requests interleaved at a time.")
+    max_running: int = Field(2, ge=1, description="Requests decoded together, in one batch a round.")
     temperature: float = Field(0.0, ge=0, description="Sampling temperature of the traffic; 0 is greedy.")
     threads: int | None = Field(None, ge=1, description="CPU threads of serving; the trainer gets the rest.")
     spool_max_bytes: int = Field(8 * 2**20, ge=1024, description="Size at which a spool segment is sealed.")

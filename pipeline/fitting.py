@@ -18,10 +18,12 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import Logger
 
-from datamodules.packed_loader import PackingSpec
+from datamodules.packed_loader import PackingSpec, derived_generator
 from drafters.checkpoint import replace_directory
 from drafters.errors import UserError
 from drafters.objectives import LossSpec
+from drafters.packing import Document
+from drafters.training_vocabulary import TrainingVocabulary
 from lightning_modules.callbacks.finite_guard import FiniteGuard
 from lightning_modules.callbacks.progress import PlainProgress
 from lightning_modules.callbacks.resume import AtomicCheckpointIO, RandomState, StepCheckpoint
@@ -29,6 +31,7 @@ from lightning_modules.optim import OptimSpec
 from pipeline.config import Config, FitConfig, LossConfig, OnlineConfig, OptimConfig
 from pipeline.console import say
 from pipeline.hardware import resolve_precision
+from pipeline.models import TargetBundle
 
 CHECKPOINT = "last.ckpt"
 
@@ -58,6 +61,24 @@ def packing_spec(config: Config, fit: FitConfig) -> PackingSpec:
         anchor_source=fit.anchor_source,
         max_length=config.data.max_length,
     )
+
+
+def stage_documents(fit: FitConfig, documents: Sequence[Document], seed: int) -> list[Document]:
+    """The documents of a stage: all, or `max_documents` of them in their order."""
+    if fit.max_documents is None or fit.max_documents >= len(documents):
+        return list(documents)
+    drawn = torch.randperm(len(documents), generator=derived_generator(seed, len(documents)))
+    return [documents[i] for i in sorted(drawn[: fit.max_documents].tolist())]
+
+
+def training_vocabulary(
+    fit: FitConfig, bundle: TargetBundle, documents: Sequence[Document]
+) -> TrainingVocabulary | None:
+    """What the loss of a stage sees of the vocabulary; None for all of it."""
+    vocab_size = bundle.target.config.vocab_size
+    if fit.vocabulary is None or fit.vocabulary >= vocab_size:
+        return None
+    return TrainingVocabulary.of(documents, vocab_size, fit.vocabulary)
 
 
 def make_trainer(

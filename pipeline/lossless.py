@@ -64,7 +64,13 @@ def check_lossless(
         config.policy.name: lambda loaded: make_policy(config.policy, loaded),
     }
     for name, policy in policies.items():
-        engine = LocalEngine(bundle.target, directories[-1], policy=policy, eos_ids=bundle.eos_ids)
+        engine = LocalEngine(
+            bundle.target,
+            directories[-1],
+            policy=policy,
+            eos_ids=bundle.eos_ids,
+            max_running=config.serve.max_running,
+        )
         with contextlib.closing(_Closing(engine)):
             _compare(name, _decode_all(engine, references), references, report)
     engine = LocalEngine(
@@ -72,7 +78,7 @@ def check_lossless(
         directories[0],
         policy=policies[config.policy.name],
         eos_ids=bundle.eos_ids,
-        max_running=2,
+        max_running=config.serve.max_running,
     )
     with contextlib.closing(_Closing(engine)):
         swapped = references[: max(4, len(references) // 2)]

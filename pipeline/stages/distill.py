@@ -23,7 +23,9 @@ from pipeline.fitting import (
     optim_spec,
     packing_spec,
     resume_path,
+    stage_documents,
     stage_trainer,
+    training_vocabulary,
 )
 from pipeline.models import TargetBundle, load_drafter_for, prepare_training
 from pipeline.stages.context import open_stage, tracking_for
@@ -39,6 +41,7 @@ def distill_offline(config: Config, *, drafter: Path, resume: bool = False) -> P
         checkpoint = resume_path(stage.output, resume)
         bundle, settings = stage.bundle, config.distill
         train, validation = train_and_validation(config, bundle.target.identity)
+        train = stage_documents(settings, train, config.seed)
         stage.result.add_input(responses_directory(config, "train"))
         stage.result.add_input(drafter)
         L.seed_everything(config.seed, verbose=False)
@@ -53,6 +56,7 @@ def distill_offline(config: Config, *, drafter: Path, resume: bool = False) -> P
             loss_spec(settings.loss),
             optim_spec(settings.optim, settings.steps),
             feature_cache_bytes=settings.feature_cache_mib * 2**20,
+            vocabulary=training_vocabulary(settings, bundle, train),
         )
         directory = stage.output / "drafter"
         with stage.result.section("fit"), export_on_success(directory, checkpoint) as pending:

@@ -17,7 +17,7 @@ from lightning_modules.length_head import LengthHeadModule
 from pipeline.config import Config
 from pipeline.console import say
 from pipeline.corpus import responses_directory, train_and_validation
-from pipeline.fitting import fit, optim_spec, packing_spec, resume_path, stage_trainer
+from pipeline.fitting import fit, optim_spec, packing_spec, resume_path, stage_documents, stage_trainer
 from pipeline.models import load_drafter_for
 from pipeline.stages.context import open_stage, tracking_for
 from pipeline.stages.distill import with_round_starts
@@ -33,6 +33,7 @@ def fit_length_head(config: Config, *, drafter: Path, resume: bool = False) -> P
         checkpoint = resume_path(stage.output, resume)
         bundle, settings = stage.bundle, config.length_head
         train, validation = train_and_validation(config, bundle.target.identity)
+        train = stage_documents(settings, train, config.seed)
         stage.result.add_input(responses_directory(config, "train"))
         stage.result.add_input(drafter)
         L.seed_everything(config.seed, verbose=False)

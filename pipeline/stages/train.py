@@ -21,7 +21,9 @@ from pipeline.fitting import (
     optim_spec,
     packing_spec,
     resume_path,
+    stage_documents,
     stage_trainer,
+    training_vocabulary,
 )
 from pipeline.models import load_drafter_for, new_drafter, prepare_training
 from pipeline.stages.context import open_stage, tracking_for
@@ -39,6 +41,7 @@ def train_drafter(config: Config, *, resume: bool = False, warm_start: Path | No
         checkpoint = resume_path(stage.output, resume)
         bundle = stage.bundle
         train, validation = train_and_validation(config, bundle.target.identity)
+        train = stage_documents(config.train, train, config.seed)
         stage.result.add_input(responses_directory(config, "train"))
         L.seed_everything(config.seed, verbose=False)
         if warm_start is None:
@@ -59,6 +62,7 @@ def train_drafter(config: Config, *, resume: bool = False, warm_start: Path | No
             optim_spec(settings.optim, settings.steps),
             teacher_labels=config.regenerate.temperature > 0,
             feature_cache_bytes=settings.feature_cache_mib * 2**20,
+            vocabulary=training_vocabulary(settings, bundle, train),
         )
         directory = stage.output / "drafter"
         with stage.result.section("fit"), export_on_success(directory, checkpoint) as pending:

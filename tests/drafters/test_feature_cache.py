@@ -10,6 +10,7 @@ import torch
 from drafters.feature_cache import FeatureCache
 from drafters.packing import Document, PackedBatch, pack_documents
 from drafters.target import Target
+from drafters.teacher import TeacherMoments, teacher_moments
 
 LENGTHS = (9, 5, 12)
 
@@ -75,3 +76,23 @@ def test_memory_is_limited_and_what_does_not_fit_is_computed_anew(target: Target
     second = cache.forward(pack(0, 2, 1))
     assert runs == [12], "the document that did not fit"
     assert torch.equal(first.features_TC, second.features_TC)
+
+
+def test_moments_are_kept_beside_the_outputs(target: Target, runs: list[int]) -> None:
+    made: list[int] = []
+
+    def moments(hidden_TH: torch.Tensor) -> TeacherMoments:
+        made.append(hidden_TH.shape[0])
+        return teacher_moments(hidden_TH, target.head_VH)
+
+    cache = FeatureCache(target, 10**9, moments=moments)
+    first, again = cache.forward(pack(0, 1)).moments, cache.forward(pack(1, 0)).moments
+    assert made == [9, 5]
+    assert first is not None and again is not None
+    expected = teacher_moments(cache.forward(pack(0, 1)).hidden_TH, target.head_VH)
+    torch.testing.assert_close(first.mean_row_TH, expected.mean_row_TH)
+    assert torch.equal(first.greedy_T.roll(5), again.greedy_T)
+    with_moments = cache.used_bytes
+    plain = FeatureCache(target, 10**9)
+    assert plain.forward(pack(0, 1)).moments is None
+    assert with_moments == plain.used_bytes + first.nbytes
