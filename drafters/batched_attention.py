@@ -1,6 +1,6 @@
 """Attention of the target when it decodes: several requests in one forward, and no copies of shared keys.
 
-Registered with HF as an attention implementation, so that the model itself stays HF's. It differs from HF's own SDPA path in two cases.
+Registered with HF as an attention implementation, so that the model itself stays HF's. Two cases differ from HF's own SDPA.
 
 - *Ragged rows.* The new tokens of several requests lie end to end in one row, as many of each as its verify_len asks for;
   linear layers see them together, attention runs request by request on its own cache. Nothing is padded.
@@ -13,7 +13,8 @@ Shapes: R rows of a batch, K query heads, G key-value heads, S new tokens, T cac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,19 +39,35 @@ class RaggedRows:
     caches: Sequence[DynamicCache]
 
 
-def install(model: Any) -> bool:
-    """Make a HF model on SDPA attention use this module's; returns False for one that runs on another attention."""
-    if model.config._attn_implementation == NAME:
-        return True
-    if model.config._attn_implementation != "sdpa":
-        return False
+def runs_batched(model: Any) -> bool:
+    """Whether a HF model decodes by this module's attention now."""
+    return bool(model.config._attn_implementation == NAME)
+
+
+def install(model: Any) -> None:
+    """Make a HF model on SDPA attention use this module's. Others, and models with sliding windows, are left alone."""
+    windows = "sliding_attention" in (getattr(model.config, "layer_types", None) or ())
+    if model.config._attn_implementation != "sdpa" or windows:
+        return
     AttentionInterface.register(NAME, batched_attention_forward)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
     # after the prefill of a batch the head gets a strided view of the last positions, for which `linear` would
     # copy the whole head weight once per row
     model.get_output_embeddings().register_forward_pre_hook(lambda _module, inputs: (inputs[0].contiguous(),))
-    return True
+
+
+@contextmanager
+def plain_attention(model: Any) -> Iterator[None]:
+    """HF's own SDPA attention for a while: references must not be made by what they are to prove."""
+    if not runs_batched(model):
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(NAME)
 
 
 def batched_attention_forward(
@@ -90,7 +107,11 @@ def _ragged(
     lengths = list(ragged.lengths)
     outputs: list[torch.Tensor] = []
     for q, new_keys, new_values, cache in zip(
-        query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), ragged.caches, strict=True
+        query.split(lengths, dim=2),
+        key.split(lengths, dim=2),
+        value.split(lengths, dim=2),
+        ragged.caches,
+        strict=True,
     ):
         k, v = cache.update(new_keys, new_values, module.layer_idx)
         if k.shape[2] == q.shape[2]:

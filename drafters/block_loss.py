@@ -3,8 +3,8 @@
 The head is frozen, so loss and d(loss)/d(hidden) are formed together in the forward pass, a few blocks at a time: logits of
 one chunk exist, then only their gradient with respect to the hidden states remains. No recompute in the backward.
 Slots that do not count never reach the head. Several slots share a target position: what is needed of the teacher is
-computed once per distinct position of a chunk (blocks are sorted by anchor, so chunks hardly overlap), and for `ce` and `osd` may be
-computed once for all (`drafters.teacher`).
+computed once per distinct position of a chunk (blocks are sorted by anchor, so chunks hardly overlap), and for `ce` and `osd`
+may be computed once for all (`drafters.teacher`).
 
 Shapes: N blocks, B block size, T flat tokens, H hidden, V vocabulary, R counted slots of a chunk, P distinct
 positions of a chunk.
@@ -52,7 +52,8 @@ class BlockTargets:
 class BlockLoss:
     """`value` scalar with a graph; the rest detached.
 
-    `match_NB` True where the drafter's argmax is the *served* token (False at slots that do not count);
+    `match_NB` True where the drafter's argmax over the head it was given is the *served* token (False at slots that do
+    not count);
     `labels_agree` share of counted slots whose served token is the label.
     """
 
@@ -125,34 +126,34 @@ class _BlockLossFunction(torch.autograd.Function):
                 continue
             rows_RH = hidden_NBH[chunk][block_R, slot_R].to(head_VH.dtype)
             raw_RV = rows_RH @ head_VH.T
-            top_R = raw_RV.max(dim=-1)
             served_R = targets.served_NB[chunk][block_R, slot_R]
-            positions_P, inverse_R = targets.teacher_NB[chunk][block_R, slot_R].unique(return_inverse=True)
-            labels_R, known_R, teacher_PV = served_R, None, None
-            if spec.objective == "opd":
-                assert teacher_hidden_TH is not None
-                teacher_PV = teacher_hidden_TH[positions_P].to(head_VH.dtype) @ head_VH.T
-                labels_R = teacher_PV.max(dim=-1).indices[inverse_R]
-            elif moments is not None:
-                known_R = moments.at(positions_P[inverse_R])
+            position_R = targets.teacher_NB[chunk][block_R, slot_R]
+            labels_R, known_R, logp_RV = served_R, None, None
+            if spec.objective != "opd" and moments is not None:
+                known_R = moments.at(position_R)
             elif teacher_hidden_TH is not None:
-                known_R = teacher_moments(
-                    teacher_hidden_TH[positions_P], head_VH, soft=spec.needs_teacher
-                ).at(inverse_R)
+                positions_P, inverse_R = position_R.unique(return_inverse=True)
+                teacher_PH = teacher_hidden_TH[positions_P].to(head_VH.dtype)
+                if spec.objective == "opd":
+                    teacher_PV = teacher_PH @ head_VH.T
+                    labels_R = teacher_PV.max(dim=-1).indices[inverse_R]
+                    teacher_PV = teacher_PV.to(accumulate).div_(spec.temperature).log_softmax(dim=-1)
+                    logp_RV = teacher_PV[inverse_R]
+                else:
+                    known_R = teacher_moments(teacher_PH, head_VH, soft=spec.needs_teacher).at(inverse_R)
             if known_R is not None:
                 labels_R = known_R.greedy_T
             same_R = labels_R == served_R
             hard_R = _before_first_difference(same_R, block_R, slot_R, chunk_valid)
-            if teacher_PV is not None:
-                logp_PV = teacher_PV.to(accumulate).div_(spec.temperature).log_softmax(dim=-1)
+            if logp_RV is not None:
                 loss_R, dlogits_RV, log_label_R = distillation_losses(
-                    raw_RV.to(accumulate), logp_PV[inverse_R], labels_R, hard_R, spec, weight_sum
+                    raw_RV.to(accumulate), logp_RV, labels_R, hard_R, spec, weight_sum
                 )
                 grad_RH = (dlogits_RV.to(head_VH.dtype) @ head_VH).to(accumulate)
             else:
                 soft_R = known_R if spec.objective == "osd" else None
                 loss_R, grad_RH, log_label_R = label_losses(
-                    rows_RH, raw_RV, top_R, head_VH, labels_R, hard_R, soft_R, accumulate
+                    rows_RH, raw_RV, head_VH, labels_R, hard_R, soft_R
                 )
             weights_R = base_B[slot_R]
             if spec.weighting == "survival":
@@ -164,7 +165,7 @@ class _BlockLossFunction(torch.autograd.Function):
             used_weight += weights_R.sum()
             # weights scale the [R, H] product, not the [R, V] gradient: fewer bytes, same result
             grad_NBH[start + block_R, slot_R] = grad_RH * weights_R[:, None]
-            match_NB[start + block_R, slot_R] = top_R.indices == served_R
+            match_NB[start + block_R, slot_R] = raw_RV.max(dim=-1).indices == served_R
             agreeing += same_R.sum()
         normaliser = used_weight.clamp_min(torch.finfo(accumulate).tiny)
         ctx.save_for_backward((grad_NBH / normaliser).to(hidden_NBH.dtype))

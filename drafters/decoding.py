@@ -11,7 +11,8 @@ Shapes: N sessions, S prompt tokens, B block size, L verify_len, H hidden, V voc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,7 @@ import torch
 from transformers import DynamicCache
 
 from drafters.blocks import AttentionGroup
-from drafters.dflash import ContextCache, DFlashDrafter
+from drafters.dflash import ContextCache, DFlashDrafter, KeyValue
 from drafters.errors import UserError
 from drafters.policies import LengthPolicy, Load
 from drafters.target import Target, TargetOutput
@@ -87,7 +88,9 @@ class DecodingSession:
             raise UserError(f"max_new_tokens: {max_new_tokens} must be at least 1")
         outside = [token for token in prompt_ids if not 0 <= token < target.config.vocab_size]
         if outside:
-            raise UserError(f"prompt_ids: {outside[0]} is no token of the target (vocabulary {target.config.vocab_size})")
+            raise UserError(
+                f"prompt_ids: {outside[0]} is no token of the target (vocabulary {target.config.vocab_size})"
+            )
         limit = getattr(target.config, "max_position_embeddings", None)
         if limit is not None and len(prompt_ids) + max_new_tokens > limit:
             raise UserError(
@@ -136,7 +139,8 @@ class DecodingSession:
 
     def step(self, serving: ServingDrafter, load: Load | None = None) -> DecodedRound:
         """Draft a block, verify verify_len slots of it, commit."""
-        decode_round([self], serving, load)
+        for error in decode_round([self], serving, load).values():
+            raise error
         return self.rounds[-1]
 
     def run(self, serving: ServingDrafter) -> list[int]:
@@ -152,7 +156,8 @@ class DecodingSession:
         return len(self.tokens) - 1
 
     def _begin(self, output: TargetOutput) -> None:
-        self._features.append(output.features_TC)
+        # a copy: a view would hold the whole batch's features as long as this session lives
+        self._features.append(output.features_TC.clone())
         logits_1V = self.target.logits(output.hidden_TH[-1:])
         empty = torch.zeros(0, dtype=torch.long, device=logits_1V.device)
         self._commit([self._verify(empty, logits_1V, None).next_token])
@@ -162,8 +167,12 @@ class DecodingSession:
         if self._context_owner is not drafter:
             self._context, self._context_owner, self._encoded = ContextCache(), drafter, 0
         new = self._features[self._encoded :]
-        self._encoded = len(self._features)
         return torch.cat(new) if new else None
+
+    def _extend_context(self, layers: list[KeyValue]) -> None:
+        """Append what `_unencoded` lacked, now that it is encoded."""
+        self._context.append(layers)
+        self._encoded = len(self._features)
 
     def _choose(
         self, draft_logits: torch.Tensor, serving: ServingDrafter
@@ -208,7 +217,7 @@ class DecodingSession:
         return verify_sampling(drafts, warp(logits_LV, self.sampling), q_LV, self._generator)
 
     def _keep(self, output: TargetOutput, start: int, count: int) -> None:
-        self._features.append(output.features_TC[:count])
+        self._features.append(output.features_TC[:count].clone())
         surplus = self._target_cache.get_seq_length() - (start + count)
         if surplus:
             self._target_cache.crop(-surplus)
@@ -238,11 +247,14 @@ def draft_blocks(
     target = sessions[0].target
     _encode(sessions, drafter)
     starts_N = torch.tensor([session._start for session in sessions], device=target.device)
-    blocks_NB = torch.full((len(sessions), drafter.block_size), drafter.spec.mask_token_id, device=target.device)
+    blocks_NB = torch.full(
+        (len(sessions), drafter.block_size), drafter.spec.mask_token_id, device=target.device
+    )
     blocks_NB[:, 0] = torch.tensor([session.tokens[-1] for session in sessions], device=target.device)
     groups: list[AttentionGroup] = []
     first = 0
     for number, session in enumerate(sessions):
+        assert session._context.length == session._start, (session._context.length, session._start)
         last = first + session._context.length
         groups.append(AttentionGroup(slice(number, number + 1), slice(first, last), None))
         first = last
@@ -270,46 +282,78 @@ def _encode(sessions: Sequence[DecodingSession], drafter: DFlashDrafter) -> None
     layers = drafter.context_key_values(torch.cat([features for _, features in pieces]), torch.cat(positions))
     split = [(keys.split(lengths), values.split(lengths)) for keys, values in layers]
     for number, (session, _) in enumerate(pieces):
-        session._context.append([(keys[number], values[number]) for keys, values in split])
+        session._extend_context([(keys[number], values[number]) for keys, values in split])
 
 
 @torch.no_grad()
 def decode_round(
     sessions: Sequence[DecodingSession], serving: ServingDrafter, load: Load | None = None
-) -> None:
+) -> dict[DecodingSession, Exception]:
     """One round of every session: draft, verify and commit, or read the prompt.
 
     Args:
         sessions: unfinished ones of one target.
         serving: drafter and policy of this round.
         load: what the policy is told; by default that these sessions are running.
+
+    Returns:
+        What went wrong with single sessions (sampling from degenerate distributions, say); those must not go on. An error
+        in a pass that they share is raised, and then none of them must.
     """
     target = sessions[0].target
-    waiting = [session for session in sessions if not session.begun]
+    failed: dict[DecodingSession, Exception] = {}
+    jobs: list[_Rows] = [
+        _Rows(session, torch.tensor(session.tokens, device=target.device), 0)
+        for session in sessions
+        if not session.begun
+    ]
     running = [session for session in sessions if session.begun]
-    drafts: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-    rows = [torch.tensor(session.tokens, device=target.device) for session in waiting]
-    starts = [0] * len(waiting)
     if running:
         hidden_NBH, embeddings_NBH = draft_blocks(running, serving.drafter)
-        draft_logits = target.logits(hidden_NBH[:, 1:].to(target.dtype))
-        drafts = [
-            session._choose(logits, serving) for session, logits in zip(running, draft_logits, strict=True)
-        ]
+        drafted = hidden_NBH[:, 1:].to(target.dtype)
+        logits_NBV = target.logits(drafted.flatten(0, 1)).view(*drafted.shape[:2], -1)
         lengths_N = serving.policy.verify_len(hidden_NBH, embeddings_NBH, load or Load(running=len(sessions)))
-        for session, (chosen, _), length in zip(running, drafts, lengths_N.tolist(), strict=True):
-            rows.append(torch.cat([chosen.new_tensor([session.tokens[-1]]), chosen[: length - 1]]))
-            starts.append(session._start)
-    outputs = target.forward_cached(rows, starts, [s._target_cache for s in (*waiting, *running)])
-    for session, output in zip(waiting, outputs, strict=False):
-        session._begin(output)
-    if not running:
-        return
-    verified = outputs[len(waiting) :]
-    lengths = [output.hidden_TH.shape[0] for output in verified]
-    logits = target.logits(torch.cat([output.hidden_TH for output in verified])).split(lengths)
-    for session, (chosen, q_LV), output, logits_LV in zip(running, drafts, verified, logits, strict=True):
-        session._finish_round(serving, chosen, q_LV, output, logits_LV)
+        for session, logits, length in zip(running, logits_NBV, lengths_N.tolist(), strict=True):
+            with _noting(session, failed):
+                drafts, q_LV = session._choose(logits, serving)
+                anchor = drafts.new_tensor([session.tokens[-1]])
+                rows = torch.cat([anchor, drafts[: length - 1]])
+                jobs.append(_Rows(session, rows, session._start, drafts, q_LV))
+    if not jobs:
+        return failed
+    outputs = target.forward_cached(
+        [job.ids for job in jobs], [job.start for job in jobs], [job.session._target_cache for job in jobs]
+    )
+    verified = [o.hidden_TH for job, o in zip(jobs, outputs, strict=True) if job.drafts is not None]
+    logits_of = iter(target.logits(torch.cat(verified)).split([len(h) for h in verified]) if verified else ())
+    for job, output in zip(jobs, outputs, strict=True):
+        logits_LV = next(logits_of) if job.drafts is not None else None
+        with _noting(job.session, failed):
+            if job.drafts is None or logits_LV is None:
+                job.session._begin(output)
+            else:
+                job.session._finish_round(serving, job.drafts, job.q_LV, output, logits_LV)
+    return failed
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What one session has the target read in a round: a prompt, or anchor and drafts."""
+
+    session: DecodingSession
+    ids: torch.Tensor
+    start: int
+    drafts: torch.Tensor | None = None
+    q_LV: torch.Tensor | None = None
+
+
+@contextmanager
+def _noting(session: DecodingSession, failed: dict[DecodingSession, Exception]) -> Iterator[None]:
+    """Keep one session's error from the others of its batch."""
+    try:
+        yield
+    except Exception as error:
+        failed[session] = error
 
 
 def acceptance_length(sessions: Sequence[DecodingSession]) -> float:

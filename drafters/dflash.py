@@ -144,7 +144,6 @@ class ContextCache:
             for (keys, values), (new_keys, new_values) in zip(self.layers, new, strict=True)
         ]
 
-
     @staticmethod
     def cat(caches: Sequence[ContextCache]) -> list[KeyValue]:
         """Context of several requests laid end to end, per layer."""

@@ -21,13 +21,14 @@ from drafters.teacher import TeacherMoments
 class FeatureCache:
     """Outputs per document, up to a limit of memory.
 
-    Documents are told apart by their tokens. When the memory is used up, further documents are computed at every visit;
-    nothing is evicted.
+    Documents are told apart by their tokens and response masks. When the memory is used up, further documents are
+    computed at every visit; nothing is evicted.
 
     Args:
         target: the frozen target.
         max_bytes: most memory to hold.
-        moments: makes the teacher's moments from final hidden states, to be kept beside them; None keeps none.
+        moments: makes the teacher's moments from final hidden states, to be kept beside them for the positions that
+            predict a response token; None keeps none.
     """
 
     def __init__(
@@ -48,19 +49,24 @@ class FeatureCache:
         outputs: list[TargetOutput] = []
         start = 0
         for length in batch.document_lengths():
-            outputs.append(self._document(batch.input_ids_T[start : start + length]))
+            rows = slice(start, start + length)
+            outputs.append(self._document(batch.input_ids_T[rows], batch.response_mask_T[rows]))
             start += length
         return TargetOutput.cat(outputs)
 
-    def _document(self, input_ids_T: torch.Tensor) -> TargetOutput:
-        key = input_ids_T.cpu().numpy().tobytes()
+    def _document(self, input_ids_T: torch.Tensor, response_mask_T: torch.Tensor) -> TargetOutput:
+        key = input_ids_T.cpu().numpy().tobytes() + response_mask_T.cpu().numpy().tobytes()
         known = self._outputs.get(key)
         if known is not None:
             return known
         positions_T = torch.arange(input_ids_T.numel(), device=input_ids_T.device)
         output = self.target.forward_packed(input_ids_T, positions_T)
         if self.moments is not None:
-            output = replace(output, moments=self.moments(output.hidden_TH))
+            # also for a document that will not be kept: what a loss is made of must not depend on what else was kept
+            predicting_T = response_mask_T.roll(-1)
+            predicting_T[-1] = False
+            moments = self.moments(output.hidden_TH[predicting_T]).spread(predicting_T)
+            output = replace(output, moments=moments)
         if self.used_bytes + output.nbytes <= self.max_bytes:
             self._outputs[key] = output
             self.used_bytes += output.nbytes

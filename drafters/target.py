@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from drafters.batched_attention import RaggedRows, install
+from drafters.batched_attention import RaggedRows, install, runs_batched
 from drafters.errors import UserError
 from drafters.identity import TargetIdentity
 from drafters.layer_ids import check_layer_ids
@@ -42,14 +42,14 @@ class TargetOutput:
 
     @staticmethod
     def cat(outputs: list[TargetOutput]) -> TargetOutput:
-        """Outputs of several documents laid end to end; all with moments or all without."""
+        """Outputs of several documents laid end to end; with moments if all have them."""
         if len(outputs) == 1:
             return outputs[0]
         moments = [output.moments for output in outputs if output.moments is not None]
         return TargetOutput(
             torch.cat([output.hidden_TH for output in outputs]),
             torch.cat([output.features_TC for output in outputs]),
-            TeacherMoments.cat(moments) if moments else None,
+            TeacherMoments.cat(moments) if len(moments) == len(outputs) else None,
         )
 
     @property
@@ -78,7 +78,7 @@ class Target:
                 f"use one of {', '.join(SUPPORTED_MODEL_TYPES)}"
             )
         self.model = model.eval().requires_grad_(False)
-        self._batches = install(model)
+        install(model)
         self.identity = identity
         self.layer_ids = check_layer_ids(list(layer_ids), config.num_hidden_layers)
         # per thread: training and serving may share one target
@@ -152,7 +152,7 @@ class Target:
         Returns:
             The output over the new tokens of each sequence.
         """
-        if not self._batches:
+        if not runs_batched(self.model):
             return [self._forward_one(*sequence) for sequence in zip(new_ids, starts, caches, strict=True)]
         lengths = [ids.numel() for ids in new_ids]
         positions = [
@@ -171,7 +171,9 @@ class Target:
         return [
             TargetOutput(hidden, features)
             for hidden, features in zip(
-                output.last_hidden_state[0].split(lengths), self._features(captured).split(lengths), strict=True
+                output.last_hidden_state[0].split(lengths),
+                self._features(captured).split(lengths),
+                strict=True,
             )
         ]
 
@@ -184,7 +186,10 @@ class Target:
         return TargetOutput(output.last_hidden_state[0], self._features(captured))
 
     def logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
-        """Head logits [S, V] of final hidden states."""
+        """Head logits [S, V] of final hidden states.
+
+        Two dimensions on purpose: for a strided batch of rows `linear` would copy the head once per batch entry.
+        """
         return torch.nn.functional.linear(hidden_SH, self.head_VH)
 
     def _features(self, captured: dict[int, torch.Tensor]) -> torch.Tensor:

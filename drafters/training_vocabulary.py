@@ -1,7 +1,7 @@
 """The part of the vocabulary that a training loss sees.
 
-On a small corpus most head rows never matter, yet the head is most of a step's cost. Loss and teacher are then normalised over the
-kept tokens alone. Serving drafts over the whole vocabulary as ever, so validation shows what the omission costs.
+On a small corpus most head rows never matter, yet the head is most of a step's cost. Loss and teacher are then normalised over
+the kept tokens alone. Serving drafts over the whole vocabulary as ever, so validation shows what the omission costs.
 
 Shapes: V vocabulary, U kept tokens, H hidden.
 """

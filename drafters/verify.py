@@ -16,6 +16,9 @@ import torch
 
 from drafters.errors import UserError
 
+MIN_TEMPERATURE = 1e-3
+"""Logits divided by less overflow, and nothing above zero is as cold."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -32,6 +35,8 @@ class SamplingParams:
                 f"sampling: temperature {self.temperature} and top_k {self.top_k} must not be negative "
                 f"and top_p {self.top_p} must lie in (0, 1]"
             )
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise UserError(f"sampling: temperature {self.temperature} is too small; 0 is greedy")
 
     @property
     def greedy(self) -> bool:

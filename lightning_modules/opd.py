@@ -45,6 +45,9 @@ class OPDModule(BlockTrainingModule):
             feature_cache_bytes=feature_cache_bytes,
             vocabulary=vocabulary,
         )
+        if length_head is not None and vocabulary is not None:
+            # over part of the vocabulary more drafts match, and the head would learn to verify too many
+            raise ValueError("a length head needs the whole vocabulary")
         self.length_head = length_head
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:

@@ -96,7 +96,14 @@ def target_directory(config: Config) -> str:
     if kind not in ("package", "tiny"):
         return model
     directory = config.output / "target"
+    origin = config.output / ".target-origin"
+    wanted = f"{model} with seed {config.seed}" if kind == "tiny" else model
     if (directory / "config.json").is_file():
+        found = origin.read_text().strip() if origin.is_file() else wanted
+        if found != wanted:
+            raise UserError(
+                f"target.model: {directory} was made from {found}, not {wanted}; choose another --output or delete it"
+            )
         return str(directory)
     staging = directory.with_name(".target.partial")
     shutil.rmtree(staging, ignore_errors=True)
@@ -104,6 +111,7 @@ def target_directory(config: Config) -> str:
         write_tiny_target(staging, name, seed=config.seed)
     else:
         _convert_packaged_gguf(name, staging)
+    origin.write_text(wanted + "\n")
     staging.rename(directory)
     return str(directory)
 

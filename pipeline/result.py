@@ -27,6 +27,7 @@ from typing import Any
 from drafters.errors import UserError
 
 RESULT_FILE = "result.json"
+CONFIG_MARK = ".config-sha256"
 _DISTRIBUTIONS = ("torch", "transformers", "lightning", "mlflow", "draftsmith")
 
 
@@ -153,6 +154,18 @@ def hash_config(config_dict: Mapping[str, Any]) -> str:
     """Sha256 (hex) of the canonical JSON of a configuration: keys sorted, no spaces, ASCII."""
     canonical = json.dumps(config_dict, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def mark_config(directory: Path, config_hash: str) -> None:
+    """Note under which configuration a stage began to fill its directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / CONFIG_MARK).write_text(config_hash + "\n")
+
+
+def config_of(directory: Path) -> str | None:
+    """Hash of the configuration that a stage last began with here; None when nothing says."""
+    path = directory / CONFIG_MARK
+    return path.read_text().strip() if path.is_file() else None
 
 
 def hash_path(path: Path) -> str:

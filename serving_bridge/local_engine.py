@@ -213,14 +213,14 @@ class LocalEngine:
         if not active:
             return
         try:
-            decode_round([job.session for job in active], self._serving)
+            failed = decode_round([job.session for job in active], self._serving)
         except Exception as error:
-            # what breaks a batch leaves none of its requests in a known state
-            for job in active:
-                _fail(job.future, error)
-            return
+            # what breaks a pass of all requests leaves none of them in a known state
+            failed = {job.session: error for job in active}
         for job in active:
-            if job.session.finished:
+            if job.session in failed:
+                _fail(job.future, failed[job.session])
+            elif job.session.finished:
                 try:
                     self._finish(job, job.session)
                 except Exception as error:

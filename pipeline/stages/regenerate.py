@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from datamodules.regenerate import RegenerationReport, regenerate
 from datamodules.responses import ResponseStore
+from drafters.batched_attention import plain_attention
 from drafters.errors import UserError
 from pipeline.config import Config
 from pipeline.console import say
@@ -76,15 +78,18 @@ def _answer(stage: Stage, split: str, prompts: list) -> RegenerationReport:  # t
 
 
 class _reference_precision:
-    """The model in float32 while held-out references are made, then back in its own dtype."""
+    """The model in float32 and on HF's own attention while held-out references are made, then back as it was."""
 
     def __init__(self, bundle: TargetBundle, active: bool) -> None:
         self.model, self.dtype, self.active = bundle.target.model, bundle.target.dtype, active
+        self.attention = ExitStack()
 
     def __enter__(self) -> None:
         if self.active:
             self.model.to(torch.float32)
+            self.attention.enter_context(plain_attention(self.model))
 
     def __exit__(self, *_: object) -> None:
+        self.attention.close()
         # bfloat16 → float32 → bfloat16 gives the same bits back
         self.model.to(self.dtype)

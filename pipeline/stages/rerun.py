@@ -11,14 +11,14 @@ from drafters.errors import UserError
 from pipeline.config import Config
 from pipeline.console import say
 from pipeline.fitting import CHECKPOINT
-from pipeline.result import RESULT_FILE, hash_config
+from pipeline.result import RESULT_FILE, config_of, hash_config
 
 
 class StageRunner:
     """Runs the stages of one preset in order and remembers how long each took.
 
     A stage whose `result.json` was written under the same config is not run again; one that left `last.ckpt` but no result
-    is resumed. Results of another config in the same place are refused rather than mixed with.
+    is resumed. What another config left in the same place is refused rather than mixed with.
     """
 
     def __init__(self, config: Config) -> None:
@@ -34,7 +34,12 @@ class StageRunner:
             say(f"{folder}: finished earlier, kept (delete {directory} to run it again)")
             self.seconds[folder] = earlier["wall_seconds"]
             return directory
-        work((directory / CHECKPOINT).is_file())
+        checkpoint = directory / CHECKPOINT
+        if checkpoint.is_file() and config_of(directory) not in (None, self._hash):
+            raise UserError(
+                f"{checkpoint}: left by a run with another config; choose another --output or delete {directory}"
+            )
+        work(checkpoint.is_file())
         result = self._earlier(directory)
         assert result is not None, folder
         self.seconds[folder] = result["wall_seconds"]

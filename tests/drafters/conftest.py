@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from drafters.batched_attention import plain_attention
 from drafters.block_loss import BlockTargets, block_loss
 from drafters.blocks import build_blocks
 from drafters.dflash import DFlashDrafter
@@ -108,14 +109,15 @@ def _generate(
 ) -> list[int]:
     """Greedy output of HF itself, the reference for losslessness."""
     ids = torch.tensor([prompt])
-    output = target.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=list(eos_ids) or None,
-        pad_token_id=0,
-    )
+    with plain_attention(target.model):
+        output = target.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=list(eos_ids) or None,
+            pad_token_id=0,
+        )
     return output[0, len(prompt) :].tolist()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from drafters.batched_attention import NAME, install
+from drafters.batched_attention import install, plain_attention, runs_batched
 from drafters.decoding import DecodingSession, ServingDrafter, decode_round
 from drafters.policies import FixedPolicy, LengthPolicy, Load
 from drafters.target import Target
@@ -26,7 +27,9 @@ def test_ragged_rows_equal_the_packed_forward(
     kind: str, make_target: Callable[..., Target], make_prompt: Callable[..., list[int]]
 ) -> None:
     target = make_target(kind, torch.float64)
-    sequences = [pieces(make_prompt, seed, lengths) for seed, lengths in enumerate(([7, 1, 4], [3, 5, 1], [1, 1, 20]))]
+    sequences = [
+        pieces(make_prompt, seed, lengths) for seed, lengths in enumerate(([7, 1, 4], [3, 5, 1], [1, 1, 20]))
+    ]
     caches = [DynamicCache(config=target.config) for _ in sequences]
     starts = [0, 0, 0]
     outputs: list[list[Any]] = [[], [], []]
@@ -61,10 +64,12 @@ def test_generation_of_a_padded_batch_is_hfs_own(
         "return_dict_in_generate": True,
         "pad_token_id": 0,
     }
-    assert model.config._attn_implementation == NAME
+    assert runs_batched(model)
     ours = model.generate(ids, **options)
-    model.set_attn_implementation("sdpa")
-    theirs = model.generate(ids, **options)
+    with plain_attention(model):
+        assert not runs_batched(model)
+        theirs = model.generate(ids, **options)
+    assert runs_batched(model)
     assert torch.equal(ours.sequences, theirs.sequences)
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits))
 
@@ -73,7 +78,8 @@ class ByPosition(FixedPolicy):
     """A verify_len that differs from request to request and from round to round."""
 
     def verify_len(self, hidden_NBH: torch.Tensor, embeddings_NBH: torch.Tensor, load: Load) -> torch.Tensor:
-        return 1 + (hidden_NBH[:, 1, 0] * 1e4).long().abs() % hidden_NBH.shape[1]
+        # of the embeddings, which unlike hidden states do not depend on the batch at all
+        return 1 + (embeddings_NBH[:, 0, 0] * 1e4).long().abs() % hidden_NBH.shape[1]
 
 
 @pytest.mark.parametrize("policy", [FixedPolicy(), ByPosition()])
@@ -101,13 +107,43 @@ def test_requests_decoded_together_are_those_decoded_alone(trained: Any, policy:
     assert any(r.accepted for s in sessions for r in s.rounds)
 
 
+def test_one_session_that_fails_leaves_the_others_alone(trained: Any) -> None:
+    serving = ServingDrafter(trained.drafter, FixedPolicy(), "v1")
+    sessions = [
+        DecodingSession(trained.target, prompt, sampling=SamplingParams(), max_new_tokens=12)
+        for prompt in trained.prompts[:3]
+    ]
+    assert decode_round(sessions, serving) == {}
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("degenerate distribution")
+
+    sessions[1]._verify = broken  # type: ignore[method-assign]
+    failed = decode_round(sessions, serving)
+    assert list(failed) == [sessions[1]]
+    with pytest.raises(RuntimeError, match="degenerate"):
+        sessions[1].step(serving)
+    while not (sessions[0].finished and sessions[2].finished):
+        assert not decode_round([s for s in (sessions[0], sessions[2]) if not s.finished], serving)
+    assert [sessions[i].output_ids for i in (0, 2)] == [trained.texts[i][:12] for i in (0, 2)]
+
+
+def test_sliding_windows_are_left_to_hf(make_target: Callable[..., Target]) -> None:
+    model = copy.deepcopy(make_target("qwen3").model)
+    model.set_attn_implementation("sdpa")
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    install(model)
+    assert not runs_batched(model)
+
+
 def test_a_target_on_other_attention_decodes_one_by_one(
     make_target: Callable[..., Target], make_prompt: Callable[..., list[int]]
 ) -> None:
-    model = make_target("llama", torch.float64).model
+    shared = make_target("llama", torch.float64)
+    model = copy.deepcopy(shared.model)
     model.set_attn_implementation("eager")
-    assert not install(model)
-    target = Target(model, make_target("llama", torch.float64).identity, [0, 1])
+    target = Target(model, shared.identity, [0, 1])
+    assert not runs_batched(model)
     ids = [torch.tensor(make_prompt(seed, 6)) for seed in range(2)]
     caches = [DynamicCache(config=target.config) for _ in ids]
     for begin, end in ((0, 4), (4, 6)):

@@ -78,21 +78,34 @@ def test_memory_is_limited_and_what_does_not_fit_is_computed_anew(target: Target
     assert torch.equal(first.features_TC, second.features_TC)
 
 
-def test_moments_are_kept_beside_the_outputs(target: Target, runs: list[int]) -> None:
+def test_moments_are_kept_beside_the_outputs_where_a_response_token_follows(target: Target) -> None:
     made: list[int] = []
 
     def moments(hidden_TH: torch.Tensor) -> TeacherMoments:
         made.append(hidden_TH.shape[0])
         return teacher_moments(hidden_TH, target.head_VH)
 
+    prompt, response = [3, 4, 5, 6], [7, 8, 9]
+    talk = Document(prompt + response, [False] * 4 + [True] * 3, "talk")
+    batch = pack_documents([talk, Document([1, 2], [True] * 2, "short")], anchors_per_document=1)
     cache = FeatureCache(target, 10**9, moments=moments)
-    first, again = cache.forward(pack(0, 1)).moments, cache.forward(pack(1, 0)).moments
-    assert made == [9, 5]
-    assert first is not None and again is not None
-    expected = teacher_moments(cache.forward(pack(0, 1)).hidden_TH, target.head_VH)
-    torch.testing.assert_close(first.mean_row_TH, expected.mean_row_TH)
-    assert torch.equal(first.greedy_T.roll(5), again.greedy_T)
-    with_moments = cache.used_bytes
+    first, again = cache.forward(batch).moments, cache.forward(batch).moments
+    assert made == [3, 1]
+    assert first is not None and again is not None and first.excess_TH is not None
+    expected = teacher_moments(cache.forward(batch).hidden_TH, target.head_VH)
+    assert expected.excess_TH is not None
+    for place in (3, 4, 5, 7):
+        torch.testing.assert_close(first.excess_TH[place], expected.excess_TH[place])
+        assert first.greedy_T[place] == again.greedy_T[place] == expected.greedy_T[place]
     plain = FeatureCache(target, 10**9)
-    assert plain.forward(pack(0, 1)).moments is None
-    assert with_moments == plain.used_bytes + first.nbytes
+    assert plain.forward(batch).moments is None
+    assert cache.used_bytes == plain.used_bytes + first.nbytes
+    # a document that cannot be kept gets the same ones at every visit
+    small = FeatureCache(target, cache.used_bytes - 10, moments=moments)
+    small.forward(batch)
+    made.clear()
+    unkept = small.forward(batch).moments
+    assert made == [1]
+    assert unkept is not None and unkept.excess_TH is not None
+    assert torch.equal(unkept.excess_TH, first.excess_TH)
+    assert small.used_bytes <= small.max_bytes

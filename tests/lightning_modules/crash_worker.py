@@ -16,11 +16,12 @@ from datamodules.offline import OfflineDataModule
 from datamodules.packed_loader import PackingSpec
 from datamodules.streaming import StreamingDataModule, StreamSpec
 from drafters.packing import PackedBatch
+from drafters.training_vocabulary import TrainingVocabulary
 from lightning_modules.block_training import BlockTrainingModule
 from lightning_modules.callbacks.export import ExportBest
 from lightning_modules.callbacks.publish import PublishRounds
 from lightning_modules.opd import OPDModule
-from pipeline.config import FitConfig, OnlineConfig
+from pipeline.config import FitConfig, LossConfig, OnlineConfig
 from pipeline.fitting import CHECKPOINT, fit, loss_spec, online_trainer, optim_spec, stage_trainer
 from pipeline.stages.online import Retention, stop_on_sigterm
 from serving_bridge.spool import SpoolReader
@@ -109,7 +110,10 @@ OFFLINE = FitConfig(
 def run_offline(directory: Path, changes: dict[str, Any], kill: tuple[str, int] | None) -> None:
     """Train, from `last.ckpt` if it is there, and write `final.pt` and `history.json`."""
     torch.set_num_threads(1)
-    settings = OFFLINE.model_copy(update=changes)
+    loss = LossConfig(objective=changes.get("objective", "ce"))
+    settings = OFFLINE.model_copy(
+        update={"loss": loss} | {k: v for k, v in changes.items() if k != "objective"}
+    )
     L.seed_everything(7, verbose=False)
     target = make_target()
     module = NoisyTraining(
@@ -118,6 +122,8 @@ def run_offline(directory: Path, changes: dict[str, Any], kill: tuple[str, int] 
         loss_spec(settings.loss),
         optim_spec(settings.optim, settings.steps),
         feature_cache_bytes=20_000,  # holds about half of the documents
+        vocabulary=settings.vocabulary
+        and TrainingVocabulary.of(make_documents(14), target.config.vocab_size, settings.vocabulary),
     )
     export = ExportBest(directory / "drafter", target.identity, "v1")
     callbacks = [export, FinalState(directory / "final.pt"), *([KillAt(*kill)] if kill else [])]

@@ -74,6 +74,13 @@ def test_a_target_once_written_is_used_again(output: Path) -> None:
     assert not list(output.glob("*partial*"))
 
 
+def test_another_target_does_not_pass_for_the_one_that_was_written(output: Path) -> None:
+    with pytest.raises(UserError, match="target was made from tiny:llama with seed 0, not tiny:qwen3"):
+        target_directory(config_for(output, "tiny:qwen3"))
+    with pytest.raises(UserError, match="not tiny:llama with seed 5"):
+        target_directory(config_for(output, seed=5))
+
+
 @pytest.mark.parametrize(
     ("model", "named"),
     [

@@ -18,6 +18,8 @@ from pipeline.bootstrap import paired_bootstrap_ratio
 from pipeline.config import Config, load_config
 from pipeline.models import TargetBundle, load_target
 from pipeline.registry import Registry
+from pipeline.result import hash_config, mark_config
+from pipeline.stages.rerun import StageRunner
 from pipeline.stages.whole import run_whole
 from serving_bridge.records import VerificationRecord
 from serving_bridge.spool import SpoolReader
@@ -193,3 +195,23 @@ def test_results_of_another_configuration_are_not_mixed_with(config: Config) -> 
     with pytest.raises(UserError, match=r"responses/result\.json: made with another config"):
         run_whole(config.model_copy(update={"seed": 2}))
     assert snapshot(config.output) == before
+
+
+def test_an_interrupted_stage_of_another_configuration_is_not_resumed(config: Config, tmp_path: Path) -> None:
+    config = config.model_copy(update={"output": tmp_path})
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "last.ckpt").touch()
+    work: list[bool] = []
+
+    def interrupted(resume: bool) -> None:
+        work.append(resume)
+        raise KeyboardInterrupt
+
+    mark_config(tmp_path / "train", hash_config(config.dump()))
+    with pytest.raises(KeyboardInterrupt):
+        StageRunner(config).run("train", interrupted)
+    assert work == [True]
+    other = config.model_copy(update={"seed": 2})
+    with pytest.raises(UserError, match=r"last\.ckpt: left by a run with another config"):
+        StageRunner(other).run("train", interrupted)
+    assert work == [True]
