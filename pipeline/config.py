@@ -311,7 +311,11 @@ class ServeConfig(Section):
     max_new_tokens: int = Field(64, ge=1, description="Longest answer to a traffic prompt.")
     max_running: int = Field(2, ge=1, description="Requests decoded together, in one batch a round.")
     temperature: float = Field(0.0, ge=0, description="Sampling temperature of the traffic; 0 is greedy.")
-    threads: int | None = Field(None, ge=1, description="CPU threads of serving; the trainer gets the rest.")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of serving while the trainer works, which gets the rest; null: no division.",
+    )
     spool_max_bytes: int = Field(8 * 2**20, ge=1024, description="Size at which a spool segment is sealed.")
     spool_max_age_s: float = Field(
         5.0, gt=0, description="Age at which a spool segment is sealed, so that readers see its records."

@@ -69,6 +69,7 @@ class LocalEngine:
         max_running: requests decoded at a time; further ones wait in order.
         threads: CPU threads of the serving thread alone; None leaves torch's default. A trainer in the same process should
             take the rest: thread pools that together exceed the cores slow each other down by far more than their share.
+            The attribute may be changed at any time and counts from the next round on.
 
     Raises:
         UserError: when the drafter belongs to another target.
@@ -172,9 +173,6 @@ class LocalEngine:
         )
 
     def _serve(self) -> None:
-        if self.threads is not None:
-            # torch keeps the count per calling thread
-            torch.set_num_threads(self.threads)
         running: list[_Running] = []
         while True:
             with self._wake:
@@ -186,6 +184,9 @@ class LocalEngine:
                     job = self._admit(*self._waiting.popleft())
                     if job is not None:
                         running.append(job)
+            if self.threads is not None:
+                # torch keeps the count per calling thread
+                torch.set_num_threads(self.threads)
             self._advance(running)
             running = [job for job in running if not job.future.done()]
 

@@ -39,6 +39,7 @@ def distill_online(
     resume: bool = False,
     servers: Callable[[Stage], Sequence[DraftServer]] = lambda stage: (),
     should_stop: Callable[[], bool] = lambda: False,
+    callbacks: Sequence[L.Callback] = (),
 ) -> Path:
     """Run online rounds until told to stop, idle for too long, or `online.max_rounds` is reached.
 
@@ -49,6 +50,7 @@ def distill_online(
         resume: continue `<output>/online/last.ckpt`.
         servers: running servers to keep on the champion, given the stage (the embedded engine shares its target).
         should_stop: polled while waiting; SIGTERM stops as well.
+        callbacks: further ones for the trainer.
     """
     with open_stage(config, "online") as stage, stop_on_sigterm() as terminated, spool_errors(spool):
         settings = config.online
@@ -105,7 +107,12 @@ def distill_online(
             stage.output,
             settings,
             logger=tracking_for(config).lightning_logger(stage.tracked.run_id),
-            callbacks=[PublishRounds(publisher, stage.output / CHECKPOINT), Retention(spool), terminated],
+            callbacks=[
+                *callbacks,
+                PublishRounds(publisher, stage.output / CHECKPOINT),
+                Retention(spool),
+                terminated,
+            ],
         )
         with stage.result.section("rounds"):
             fit(trainer, module, datamodule, checkpoint)

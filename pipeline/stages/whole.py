@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 
 from datamodules.chat import render_prompt
@@ -102,19 +103,41 @@ def serve_and_learn(config: Config, *, resume: bool = False) -> Path:
     spool = config.output / "spool"
     service = _Service(config, spool)
     threads = torch.get_num_threads()
+    sharing = [] if config.serve.threads is None else [ShareThreads(service, threads, config.serve.threads)]
     try:
-        if config.serve.threads is not None:
-            torch.set_num_threads(max(1, threads - config.serve.threads))
         return distill_online(
             config,
             spool=spool,
             resume=resume,
             servers=service.start,
             should_stop=lambda: service.traffic_over,
+            callbacks=sharing,
         )
     finally:
         service.stop()
         torch.set_num_threads(threads)
+
+
+class ShareThreads(L.Callback):
+    """Divides the CPU between engine and trainer; whichever of them has no work leaves it to the other.
+
+    Args:
+        service: the engine and its users.
+        total: threads in all.
+        serving: the engine's part while both work.
+    """
+
+    def __init__(self, service: _Service, total: int, serving: int) -> None:
+        self.service = service
+        self.total = total
+        self.serving = serving
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        assert self.service.engine is not None
+        self.service.engine.threads = self.serving
+        rest = self.total if self.service.traffic_over else max(1, self.total - self.serving)
+        if torch.get_num_threads() != rest:
+            torch.set_num_threads(rest)
 
 
 @dataclass
@@ -149,7 +172,8 @@ class _Service:
             eos_ids=bundle.eos_ids,
             writer=self.writer,
             max_running=config.serve.max_running,
-            threads=config.serve.threads,
+            # until the trainer has something to do
+            threads=torch.get_num_threads(),
         )
         self._users = threading.Thread(target=self._play, args=(bundle,), name="users", daemon=True)
         self._users.start()
