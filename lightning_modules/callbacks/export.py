@@ -22,6 +22,7 @@ class ExportBest(L.Callback):
         directory: the serving checkpoint; replaced as a whole.
         identity: of the target.
         drafter_version: written into the manifest.
+        measure_start: the drafter as it came is the first candidate, so that a stage never hands on a worse one.
         length_head: exported beside the drafter.
         extra: further manifest entries.
     """
@@ -34,16 +35,22 @@ class ExportBest(L.Callback):
         identity: TargetIdentity,
         drafter_version: str,
         *,
+        measure_start: bool = False,
         length_head: LengthHead | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
         self.directory = directory
         self.identity = identity
         self.drafter_version = drafter_version
+        self.measure_start = measure_start
         self.length_head = length_head
         self.extra = extra
         self.best = float("-inf")
         self.history: list[tuple[int, float]] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.measure_start and trainer.global_step == 0 and not self.history:
+            self._measure(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         value = trainer.callback_metrics.get(self.MONITOR)
@@ -55,11 +62,15 @@ class ExportBest(L.Callback):
         # not on_train_end: that is left out when a run resumes with all its steps done
         if self.history and self.history[-1][0] < trainer.global_step:
             # stopped by time between two validations
-            datamodule = trainer.datamodule  # type: ignore[attr-defined]
-            assert isinstance(pl_module, BlockTrainingModule) and isinstance(datamodule, OfflineDataModule)
-            self._consider(trainer, pl_module, pl_module.measure(datamodule.val_documents))
+            self._measure(trainer, pl_module)
         if self.best == float("-inf"):
             self._export(trainer, pl_module)
+
+    def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(pl_module, BlockTrainingModule) and isinstance(datamodule, OfflineDataModule)
+        if datamodule.val_documents:
+            self._consider(trainer, pl_module, pl_module.measure(datamodule.val_documents))
 
     def _consider(self, trainer: L.Trainer, pl_module: L.LightningModule, value: float) -> None:
         self.history.append((trainer.global_step, value))

@@ -32,7 +32,9 @@ from pipeline.stages.context import open_stage, tracking_for
 
 
 def distill_offline(config: Config, *, drafter: Path, resume: bool = False) -> Path:
-    """AdaFlash's OPD loss on served text; exported to `<output>/distill/drafter` when validation τ improves.
+    """Distil on served text by `distill.loss`, AdaFlash's by default; the best by τ goes to `<output>/distill/drafter`.
+
+    The drafter that came in is the first candidate, so this stage never hands on a worse one.
 
     With `anchor_source: rounds` the drafter is first replayed over all documents, and blocks start where it would have
     started them in serving.
@@ -61,7 +63,11 @@ def distill_offline(config: Config, *, drafter: Path, resume: bool = False) -> P
         directory = stage.output / "drafter"
         with stage.result.section("fit"), export_on_success(directory, checkpoint) as pending:
             export = ExportBest(
-                pending, bundle.target.identity, f"{config.name}-distill", length_head=loaded.length_head
+                pending,
+                bundle.target.identity,
+                f"{config.name}-distill",
+                measure_start=True,
+                length_head=loaded.length_head,
             )
             trainer = stage_trainer(
                 stage.output,

@@ -62,6 +62,24 @@ def test_only_an_improvement_is_exported(tmp_path: Path) -> None:
     assert [tau for _, tau in run.export.history] == pytest.approx([1.2, 1.1, 1.2, 1.5, 1.4])
 
 
+@pytest.mark.parametrize(("later", "kept"), [(1.25, 0), (1.35, 6)])
+def test_the_drafter_that_came_in_may_be_the_best(
+    later: float, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_modules.callbacks.export.BlockTrainingModule", SimpleNamespace)
+    monkeypatch.setattr("lightning_modules.callbacks.export.OfflineDataModule", SimpleNamespace)
+    run = Run(tmp_path, measure_start=True)
+    run.trainer.datamodule = SimpleNamespace(val_documents=["a document"])
+    run.module.measure = lambda documents: 1.3 if documents == ["a document"] else 0.0
+    run.mark(0)
+    run.export.on_train_start(run.trainer, run.module)
+    run.validate(6, later)
+    assert run.exported() == kept
+    assert [step for step, _ in run.export.history] == [0, 6]
+    run.export.on_train_start(run.trainer, run.module)  # a resumed run does not measure again
+    assert len(run.export.history) == 2
+
+
 def test_without_validation_the_end_is_exported(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.export.on_validation_end(run.trainer, run.module)
