@@ -222,6 +222,9 @@ class EvaluateConfig(Section):
 
     max_new_tokens: int = Field(64, ge=2, description="Longest answer to a held-out prompt.")
     lossless_prompts: int = Field(20, ge=0, description="Prompts decoded in fp32 against AR, per policy.")
+    lossless_tokens: int = Field(
+        64, ge=2, description="Tokens of each that are decoded and compared, at most."
+    )
     speed_prompts: int = Field(
         6, ge=0, description="Prompts timed for tokens/s of AR and speculative decoding."
     )

@@ -58,6 +58,7 @@ def check_lossless(
         references: held-out documents whose output the target produced by plain greedy decoding.
         report: filled in and returned.
     """
+    references = [_shortened(document, config.evaluate.lossless_tokens) for document in references]
     policies: dict[str, Callable[[LoadedDrafter], LengthPolicy]] = {
         "fixed": lambda loaded: FixedPolicy(),
         **{f"fixed_{length}": _fixed(length) for length in config.evaluate.fixed_lengths},
@@ -85,6 +86,12 @@ def check_lossless(
         completions = _decode_while_swapping(engine, directories, swapped, report)
         _compare("hot_swap", completions, swapped, report)
     return report
+
+
+def _shortened(document: Document, max_tokens: int) -> Document:
+    """The document with at most so many response tokens."""
+    prompt, _ = prompt_and_output(document)
+    return document.truncated(len(prompt) + max_tokens)
 
 
 def _fixed(length: int) -> Callable[[LoadedDrafter], LengthPolicy]:

@@ -157,13 +157,13 @@ def hash_config(config_dict: Mapping[str, Any]) -> str:
 
 
 def mark_config(directory: Path, config_hash: str) -> None:
-    """Note under which configuration a stage began to fill its directory."""
+    """Note under which configuration a whole run began a stage."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG_MARK).write_text(config_hash + "\n")
 
 
 def config_of(directory: Path) -> str | None:
-    """Hash of the configuration that a stage last began with here; None when nothing says."""
+    """Hash of the configuration that a whole run last began this stage with; None when nothing says."""
     path = directory / CONFIG_MARK
     return path.read_text().strip() if path.is_file() else None
 

@@ -12,7 +12,7 @@ from pipeline.config import Config
 from pipeline.console import heading, say
 from pipeline.models import TargetBundle, describe_target, load_target
 from pipeline.registry import Registry, model_name_for
-from pipeline.result import RESULT_FILE, StageRun, hash_config, mark_config, stage_run
+from pipeline.result import RESULT_FILE, StageRun, stage_run
 from pipeline.tracking import TrackedRun, Tracking
 
 
@@ -60,7 +60,6 @@ def open_stage(config: Config, name: str, folder: str | None = None) -> Iterator
     tracking.initialise()
     with tracking.run(f"{config.name}-{name}", {"stage": name}) as tracked:
         tracked.log_config(config.dump())
-        mark_config(output, hash_config(config.dump()))
         with stage_run(name, output, config.dump()) as result:
             yield Stage(config, output, result, tracked)
         tracked.log_result(output / RESULT_FILE)

@@ -11,7 +11,7 @@ from drafters.errors import UserError
 from pipeline.config import Config
 from pipeline.console import say
 from pipeline.fitting import CHECKPOINT
-from pipeline.result import RESULT_FILE, config_of, hash_config
+from pipeline.result import RESULT_FILE, config_of, hash_config, mark_config
 
 
 class StageRunner:
@@ -39,6 +39,7 @@ class StageRunner:
             raise UserError(
                 f"{checkpoint}: left by a run with another config; choose another --output or delete {directory}"
             )
+        mark_config(directory, self._hash)
         work(checkpoint.is_file())
         result = self._earlier(directory)
         assert result is not None, folder
