@@ -126,6 +126,7 @@ class _BlockLossFunction(torch.autograd.Function):
                 continue
             rows_RH = hidden_NBH[chunk][block_R, slot_R].to(head_VH.dtype)
             raw_RV = rows_RH @ head_VH.T
+            top_R = raw_RV.max(dim=-1).indices
             served_R = targets.served_NB[chunk][block_R, slot_R]
             position_R = targets.teacher_NB[chunk][block_R, slot_R]
             labels_R, known_R, logp_RV = served_R, None, None
@@ -153,7 +154,7 @@ class _BlockLossFunction(torch.autograd.Function):
             else:
                 soft_R = known_R if spec.objective == "osd" else None
                 loss_R, grad_RH, log_label_R = label_losses(
-                    rows_RH, raw_RV, head_VH, labels_R, hard_R, soft_R
+                    rows_RH, raw_RV, top_R, head_VH, labels_R, hard_R, soft_R
                 )
             weights_R = base_B[slot_R]
             if spec.weighting == "survival":
@@ -165,7 +166,7 @@ class _BlockLossFunction(torch.autograd.Function):
             used_weight += weights_R.sum()
             # weights scale the [R, H] product, not the [R, V] gradient: fewer bytes, same result
             grad_NBH[start + block_R, slot_R] = grad_RH * weights_R[:, None]
-            match_NB[start + block_R, slot_R] = raw_RV.max(dim=-1).indices == served_R
+            match_NB[start + block_R, slot_R] = top_R == served_R
             agreeing += same_R.sum()
         normaliser = used_weight.clamp_min(torch.finfo(accumulate).tiny)
         ctx.save_for_backward((grad_NBH / normaliser).to(hidden_NBH.dtype))

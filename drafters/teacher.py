@@ -97,19 +97,13 @@ def teacher_moments(hidden_TH: torch.Tensor, head_VH: torch.Tensor, *, soft: boo
             negentropy_R = torch.linalg.vecdot(p_RV, logp_RV)
             p_RV[torch.arange(greedy_R.numel(), device=greedy_R.device), greedy_R] -= 1
             parts.append(TeacherMoments(greedy_R, p_RV.to(head_VH.dtype) @ head_VH, negentropy_R))
-    if not parts:
-        empty = hidden_TH.new_zeros(0, dtype=torch.long)
-        return TeacherMoments(
-            empty,
-            head_VH.new_zeros(0, head_VH.shape[1]) if soft else None,
-            empty.to(accumulate) if soft else None,
-        )
     return TeacherMoments.cat(parts)
 
 
 def label_losses(
     hidden_RH: torch.Tensor,
     logits_RV: torch.Tensor,
+    top_R: torch.Tensor,
     head_VH: torch.Tensor,
     labels_R: torch.Tensor,
     hard_R: torch.Tensor,
@@ -120,6 +114,7 @@ def label_losses(
     Args:
         hidden_RH: drafter hidden states in the head's dtype.
         logits_RV: their logits.
+        top_R: the likeliest token of each, int64.
         head_VH: the head.
         labels_R: the hard labels; with soft ones, their most likely tokens.
         hard_R: bool, False drops a hard label.
@@ -132,8 +127,7 @@ def label_losses(
     rows = torch.arange(labels_R.numel(), device=labels_R.device)
     q_RV = logits_RV.softmax(dim=-1, dtype=accumulate)
     # through the top token, whose probability cannot underflow
-    top_R = logits_RV.max(dim=-1)
-    log_normaliser_R = top_R.values.to(accumulate) - q_RV[rows, top_R.indices].log()
+    log_normaliser_R = logits_RV[rows, top_R].to(accumulate) - q_RV[rows, top_R].log()
     log_label_R = logits_RV[rows, labels_R].to(accumulate) - log_normaliser_R
     q_RV[rows, labels_R] -= 1
     grad_RH = (q_RV.to(head_VH.dtype) @ head_VH).to(accumulate)

@@ -50,7 +50,7 @@ def distill_online(
         resume: continue `<output>/online/last.ckpt`.
         servers: running servers to keep on the champion, given the stage (the embedded engine shares its target).
         should_stop: polled while waiting; SIGTERM stops as well.
-        callbacks: further ones for the trainer.
+        callbacks: further ones for the trainer, called after its own: at the end of a round it is settled.
     """
     with open_stage(config, "online") as stage, stop_on_sigterm() as terminated, spool_errors(spool):
         settings = config.online
@@ -108,10 +108,10 @@ def distill_online(
             settings,
             logger=tracking_for(config).lightning_logger(stage.tracked.run_id),
             callbacks=[
-                *callbacks,
                 PublishRounds(publisher, stage.output / CHECKPOINT),
                 Retention(spool),
                 terminated,
+                *callbacks,
             ],
         )
         with stage.result.section("rounds"):

@@ -139,6 +139,11 @@ class ShareThreads(L.Callback):
         if torch.get_num_threads() != rest:
             torch.set_num_threads(rest)
 
+    def on_train_epoch_end(self, *_: Any) -> None:
+        # the round is settled, and the trainer waits for records
+        assert self.service.engine is not None
+        self.service.engine.threads = self.total
+
 
 @dataclass
 class _Service:

@@ -90,7 +90,9 @@ def test_low_temperature_approaches_the_argmax() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}], ids=str
+    "bad",
+    [{"temperature": -1.0}, {"temperature": 1e-45}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}],
+    ids=str,
 )
 def test_impossible_sampling_parameters_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(UserError, match="sampling"):

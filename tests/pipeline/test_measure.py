@@ -49,6 +49,22 @@ def test_lossless_check_names_what_differs(config: Config, bundle: TargetBundle)
     assert report.compared == {"fixed": 5, "fixed_2": 5, "adaflash": 5, "hot_swap": 4}
 
 
+def test_lossless_check_decodes_no_more_tokens_than_it_is_told(config: Config, bundle: TargetBundle) -> None:
+    few = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"lossless_tokens": 3})})
+    documents = load_documents(config, "heldout", bundle.target.identity)[:4]
+    prompt, output = prompt_and_output(documents[0])
+    assert len(output) > 4
+
+    def changed_at(place: int) -> list[Document]:
+        ids = [*prompt, *output]
+        ids[len(prompt) + place] = (ids[len(prompt) + place] + 1) % 200
+        return [replace(documents[0], token_ids=ids), *documents[1:]]
+
+    names = ["train/drafter", "length_head/drafter"]
+    assert check(few, bundle, changed_at(3), names).lossless
+    assert not check(few, bundle, changed_at(2), names).lossless
+
+
 def test_a_swap_that_fails_during_the_check_is_an_error(
     config: Config, bundle: TargetBundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,8 @@ def test_the_trainer_takes_the_rest_and_all_when_the_traffic_is_over() -> None:
     service.traffic_over = True
     sharing.on_train_batch_start()
     assert torch.get_num_threads() == 4
+    sharing.on_train_epoch_end()
+    assert service.engine.threads == 4
 
 
 def test_both_always_keep_a_thread() -> None:

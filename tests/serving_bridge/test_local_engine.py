@@ -497,5 +497,4 @@ def test_checksum_covers_every_byte_and_name(llama: Scene) -> None:
     last = sorted(state)[-1]
     with torch.no_grad():
         state[last].view(-1)[-1] += 1e-6
-    assert parameters_checksum(drafter) != before
-    assert parameters_checksum(drafter.bfloat16()) != before
+    assert before not in (parameters_checksum(drafter), parameters_checksum(drafter.bfloat16()))
