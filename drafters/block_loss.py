@@ -194,6 +194,22 @@ def _before_first_difference(
     return reached_NB.bool()[block_R, slot_R]
 
 
+@torch.no_grad()
+def served_matches(
+    hidden_NBH: torch.Tensor, head_VH: torch.Tensor, targets: BlockTargets, chunk_rows: int | None = None
+) -> torch.Tensor:
+    """`BlockLoss.match_NB` over the whole head without a loss: where the drafter's argmax is the served token."""
+    match_NB = torch.zeros_like(targets.valid_NB)
+    block_R, slot_R = targets.valid_NB.nonzero(as_tuple=True)
+    rows = chunk_rows or max(1, CHUNK_BYTES // (4 * head_VH.shape[0]))
+    for start in range(0, block_R.numel(), rows):
+        at = (block_R[start : start + rows], slot_R[start : start + rows])
+        with torch.autocast(hidden_NBH.device.type, enabled=False):
+            top_R = (hidden_NBH[at].to(head_VH.dtype) @ head_VH.T).max(dim=-1).indices
+        match_NB[at] = top_R == targets.served_NB[at]
+    return match_NB
+
+
 def accepted_prefix(match_NB: torch.Tensor) -> torch.Tensor:
     """Length of the matching prefix over slots 1..B-1 of each block, int64 [N]."""
     return match_NB[:, 1:].long().cumprod(dim=1).sum(dim=1)

@@ -44,6 +44,11 @@ class FeatureCache:
         self.used_bytes = 0
         self._outputs: dict[bytes, TargetOutput] = {}
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._outputs.clear()
+        self.used_bytes = 0
+
     def forward(self, batch: PackedBatch) -> TargetOutput:
         """The target's output over the batch's tokens, as `Target.forward_packed` lays it out."""
         outputs: list[TargetOutput] = []

@@ -35,7 +35,8 @@ class BlockTrainingModule(L.LightningModule):
         loss: the objective.
         optim: optimizer and schedule.
         feature_cache_bytes: memory for the target's outputs; 0 computes them anew at every step.
-        vocabulary: tokens that the loss sees, of documents among those it was made of; None takes all.
+        vocabulary: tokens that the loss sees, of documents among those it was made of; None takes all. See
+            `use_vocabulary` for training whose documents change.
         teacher_labels: take hard labels from the target's argmax instead of the served tokens. Needed
             when responses were sampled; for greedy responses the two are the same up to float ties.
     """
@@ -68,6 +69,13 @@ class BlockTrainingModule(L.LightningModule):
         )
         self.acceptance = AcceptanceLength(drafter.block_size)
 
+    def use_vocabulary(self, vocabulary: TrainingVocabulary | None) -> None:
+        """Let the loss see other tokens from now on. What was kept of the target's outputs was made for the old ones."""
+        self.vocabulary = vocabulary
+        self._kept_head = None
+        if self.features is not None:
+            self.features.clear()
+
     def loss_head(self) -> torch.Tensor:
         """The head as the loss sees it, [V, H] or [U, H]."""
         if self.vocabulary is None:
@@ -91,12 +99,13 @@ class BlockTrainingModule(L.LightningModule):
             output = self.target.forward_packed(batch.input_ids_T, batch.position_ids_T)
         filled = fill_blocks(self.drafter, self.target, batch, output.features_TC)
         targets = BlockTargets.from_layout(batch, filled.layout)
+        seen = targets
         if self.vocabulary is not None:
-            targets = replace(targets, served_NB=self.vocabulary.index(targets.served_NB))
+            seen = replace(targets, served_NB=self.vocabulary.index(targets.served_NB))
         loss = block_loss(
             filled.hidden_NBH,
             self.loss_head(),
-            targets,
+            seen,
             self.loss_spec,
             teacher_hidden_TH=output.hidden_TH if self.teacher_labels else None,
             moments=output.moments,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafters.block_loss import accepted_prefix, prefix_complete
+from drafters.block_loss import accepted_prefix, prefix_complete, served_matches
 from drafters.dflash import DFlashDrafter
 from drafters.length_head import LengthHead, length_loss
 from drafters.objectives import LossSpec
@@ -45,9 +45,6 @@ class OPDModule(BlockTrainingModule):
             feature_cache_bytes=feature_cache_bytes,
             vocabulary=vocabulary,
         )
-        if length_head is not None and vocabulary is not None:
-            # over part of the vocabulary more drafts match, and the head would learn to verify too many
-            raise ValueError("a length head needs the whole vocabulary")
         self.length_head = length_head
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
@@ -57,10 +54,14 @@ class OPDModule(BlockTrainingModule):
             return loss.value
         head = self.length_head
         features = filled.hidden_NBH if head.features == "hidden" else filled.embeddings_NBH
+        match_NB = loss.match_NB
+        if self.vocabulary is not None:
+            # over part of the vocabulary more drafts match, and the head would learn to verify too many
+            match_NB = served_matches(filled.hidden_NBH, self.target.head_VH, targets)
         head_loss = length_loss(
             head(features),
-            accepted_prefix(loss.match_NB),
-            prefix_complete(loss.match_NB, targets.valid_NB),
+            accepted_prefix(match_NB),
+            prefix_complete(match_NB, targets.valid_NB),
             self.drafter.block_size,
         )
         self.log("train/length_loss", head_loss.detach())

@@ -15,9 +15,11 @@ from pathlib import Path
 import torch
 
 from datamodules.streaming import record_to_document
+from drafters.dflash import DFlashDrafter
 from drafters.replay import draft_all_anchors
 from pipeline.config import CanaryConfig
 from pipeline.models import TargetBundle, load_drafter_for
+from pipeline.sequential import SignTest
 from serving_bridge.records import VerificationRecord
 from serving_bridge.transport import LogReader
 
@@ -33,6 +35,15 @@ class CanaryVerdict:
     records: int = 0
 
 
+@dataclass(frozen=True)
+class RecordScore:
+    """One record's rounds of the new version: drafts that matched the served text, plus one for each round."""
+
+    live: int
+    baseline: int
+    rounds: int
+
+
 def watch(
     reader: LogReader,
     drafter_version: str,
@@ -43,49 +54,69 @@ def watch(
     should_stop: Callable[[], bool] = lambda: False,
     poll_s: float = 0.5,
 ) -> CanaryVerdict:
-    """Wait for records of the new version and judge them.
+    """Judge the records of the new version as they come, until a sequential test is sure.
+
+    It asks whether live acceptance keeps above `1 - max_drop` of the old champion's on the same rounds. At `max_records`
+    without certainty, and at the timeout with some records, the estimate itself decides; without any, the gate's
+    verdict stands.
 
     Args:
         reader: positioned at the time of the swap; not committed, so it holds back no retention.
         drafter_version: as the records name it.
         baseline: checkpoint of the old champion.
         bundle: the target.
-        config: how many records, how large a drop, how long to wait.
+        config: how large a drop, how sure, how many records, how long to wait.
         should_stop: polled while waiting; a challenger that is unproven when told to stop does not pass.
     """
     deadline = time.monotonic() + config.timeout_s
-    seen: list[VerificationRecord] = []
-    while len(seen) < config.min_records:
+    drafter = load_drafter_for(baseline, bundle, dtype=bundle.target.dtype).drafter
+    test = SignTest(config.error_rate, config.min_records)
+    scores: list[RecordScore] = []
+    while True:
+        # asked before reading: what was written before the word to stop is still read
+        stopping = should_stop()
         deliveries = reader.read(config.min_records)
         news = [d.record for d in deliveries if uses(d.record, drafter_version)]
-        seen += news
+        # one by one, or a batch of records would be one look where the test allows many
+        for score in score_records(news, drafter_version, drafter, bundle):
+            scores.append(score)
+            test.add(score.live - (1 - config.max_drop) * score.baseline)
+            sure = test.verdict()
+            if sure is not None:
+                return _verdict(scores, config, sure, f"at an error rate of {config.error_rate:g}")
+            if len(scores) >= config.max_records:
+                return _verdict(scores, config, test.mean >= 0, "by the estimate, without certainty")
         if news:
             continue
         # other drafters' records keep coming where several servers share a log: they buy no time
-        if should_stop() and not deliveries:
+        if stopping and not deliveries:
             return CanaryVerdict(
                 False,
-                f"told to stop after {len(seen)} of {config.min_records} records; the challenger is unproven",
-                records=len(seen),
+                f"told to stop after {len(scores)} of {config.min_records} records; the challenger is unproven",
+                records=len(scores),
             )
         if time.monotonic() > deadline:
+            if len(scores) >= config.min_records:
+                return _verdict(scores, config, test.mean >= 0, "by the estimate when time was up")
             return CanaryVerdict(
                 True,
-                f"only {len(seen)} of {config.min_records} records came in time; the gate's verdict stands",
-                records=len(seen),
+                f"only {len(scores)} of {config.min_records} records came in time; the gate's verdict stands",
+                records=len(scores),
             )
         if not deliveries:
             time.sleep(poll_s)
-    live, expected = compare(seen, drafter_version, baseline, bundle)
+
+
+def _verdict(scores: Sequence[RecordScore], config: CanaryConfig, passed: bool, how: str) -> CanaryVerdict:
+    live, expected = acceptance_lengths(scores)
     floor = expected * (1 - config.max_drop)
-    passed = live >= floor
     return CanaryVerdict(
         passed,
-        f"live acceptance length {live:.3f} over {len(seen)} records, old champion {expected:.3f} on the same "
-        f"rounds: {'not below' if passed else 'below'} the floor {floor:.3f}",
+        f"live acceptance length {live:.3f} over {len(scores)} records, old champion {expected:.3f} on the same "
+        f"rounds: {'not below' if passed else 'below'} the floor {floor:.3f}, {how}",
         live,
         expected,
-        len(seen),
+        len(scores),
     )
 
 
@@ -94,25 +125,33 @@ def uses(record: VerificationRecord, drafter_version: str) -> bool:
     return any(r.drafter_version == drafter_version for r in record.rounds)
 
 
+def acceptance_lengths(scores: Sequence[RecordScore]) -> tuple[float, float]:
+    """(live, baseline) mean over all rounds."""
+    rounds = max(1, sum(s.rounds for s in scores))
+    return sum(s.live for s in scores) / rounds, sum(s.baseline for s in scores) / rounds
+
+
 @torch.no_grad()
-def compare(
-    records: Sequence[VerificationRecord], drafter_version: str, baseline: Path, bundle: TargetBundle
-) -> tuple[float, float]:
-    """(live, baseline) mean accepted drafts + 1 over the rounds that `drafter_version` drafted."""
-    drafter = load_drafter_for(baseline, bundle, dtype=bundle.target.dtype).drafter
+def score_records(
+    records: Sequence[VerificationRecord], drafter_version: str, baseline: DFlashDrafter, bundle: TargetBundle
+) -> list[RecordScore]:
+    """Score the rounds that `drafter_version` drafted; records without one that can be compared are left out."""
     documents = [record_to_document(record) for record in records]
-    live_sum = base_sum = rounds = 0
-    replayed = draft_all_anchors(drafter, bundle.target, documents)
+    scores = []
+    replayed = draft_all_anchors(baseline, bundle.target, documents) if documents else []
     for record, (document, anchors, drafts_AB) in zip(records, replayed, strict=True):
         row_of = {anchor: row for row, anchor in enumerate(anchors)}
+        live = base = rounds = 0
         for r in record.rounds:
             if r.drafter_version != drafter_version or r.start not in row_of:
                 continue
             served = document.token_ids[r.start + 1 :]
-            live_sum += 1 + _matching(r.draft_ids, served)
-            base_sum += 1 + _matching(drafts_AB[row_of[r.start]].tolist(), served)
+            live += 1 + _matching(r.draft_ids, served)
+            base += 1 + _matching(drafts_AB[row_of[r.start]].tolist(), served)
             rounds += 1
-    return live_sum / max(1, rounds), base_sum / max(1, rounds)
+        if rounds:
+            scores.append(RecordScore(live, base, rounds))
+    return scores
 
 
 def _matching(drafts: Sequence[int], served: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from drafters.errors import UserError
+from pipeline.cli_deploy import deploy_app
 from pipeline.cli_tools import config_app, doctor
 from pipeline.invocation import (
     ConfigArgument,
@@ -21,7 +22,9 @@ from pipeline.invocation import (
     Invocation,
     OutputOption,
     ResumeOption,
+    ServeOption,
     SetOption,
+    SpoolOption,
     command,
 )
 from pipeline.stage_plan import check_drafter
@@ -29,7 +32,9 @@ from pipeline.stage_plan import check_drafter
 STAGES = "Stages, in the order of the loop"
 WHOLE = "The whole loop"
 TOOLS = "Tools"
-ORDER = ("data", "train", "distill", "fit-length-head", "evaluate", "deploy", "run", "config", "doctor")
+ORDER = (
+    "data", "train", "distill", "fit-length-head", "evaluate", "deploy", "retrain", "run", "config", "doctor",
+)  # fmt: skip
 EPILOG = """\
 The loop: [bold]data regenerate → train → distill → fit-length-head → evaluate → deploy[/bold], then \
 [bold]distill --online[/bold] for as long as there is traffic.
@@ -60,6 +65,9 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Prepare training data: let the target answer the prompts.")
 app.add_typer(data_app, name="data", rich_help_panel=STAGES)
+app.add_typer(deploy_app, name="deploy", rich_help_panel=STAGES)
+retrain_app = typer.Typer(no_args_is_help=True, help="Online rounds for schedulers.")
+app.add_typer(retrain_app, name="retrain", rich_help_panel=STAGES)
 app.add_typer(config_app, name="config", rich_help_panel=TOOLS)
 command(app, "doctor", TOOLS)(doctor)
 
@@ -169,10 +177,8 @@ def distill(
         bool,
         typer.Option("--online", show_default=False, help="Learn from live traffic, round after round."),
     ] = False,
-    spool: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", show_default=False, help="With --online: the verification records."),
-    ] = None,
+    spool: SpoolOption = None,
+    serve: ServeOption = None,
     resume: ResumeOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
@@ -183,20 +189,23 @@ def distill(
 
     Reads OUTPUT/responses and OUTPUT/train/drafter. Writes OUTPUT/distill/drafter.
 
-    With --online it reads verification records from a spool instead. Each batch of fresh records trains a challenger, and
-    one that beats the champion on held-out traffic takes its place. It starts from the champion unless --drafter
-    names another, and writes OUTPUT/online.
+    With --online it reads verification records instead. Each batch of fresh records trains a challenger, and one that
+    beats the champion on held-out traffic takes its place: in the registry, and in each server given by --serve, where a
+    canary watches it. It starts from the champion unless --drafter names another, and writes OUTPUT/online. SIGTERM
+    ends it after the round; --resume goes on after anything, a power cut included.
 
     Example: draftsmith distill quickstart
 
-    Example: draftsmith distill quickstart --online --spool /var/spool/draftsmith
+    Example: draftsmith distill mine.yaml --online --spool /var/spool/draftsmith --serve http://127.0.0.1:30000
     """
     call = Invocation(config, assignments, output, dry_run)
     if online:
-        _distill_online(call, spool, drafter, resume)
+        _distill_online(call, spool, drafter, serve or [], resume)
         return
     if spool is not None:
         raise UserError("--spool: only online distillation reads a spool; add --online or leave --spool out")
+    if serve:
+        raise UserError("--serve: only online distillation keeps servers fresh; add --online or leave --serve out")
     start = call.drafter_for("distill", drafter)
 
     def stage() -> Path:
@@ -207,18 +216,59 @@ def distill(
     call.execute("distill", stage, then="fit-length-head", drafter=start)
 
 
-def _distill_online(call: Invocation, spool: Path | None, drafter: Path | None, resume: bool) -> None:
-    if spool is None:
-        raise UserError("--online: needs --spool DIR, where serving leaves its verification records")
+def _distill_online(
+    call: Invocation, spool: str | None, drafter: Path | None, serve: list[str], resume: bool
+) -> None:
+    log = spool or call.config.sglang.log
+    if log is None:
+        raise UserError(
+            "--online: needs --spool DIR or redis://…, where serving leaves its verification records, or sglang.log"
+        )
     if drafter is not None:
         check_drafter(drafter, "--drafter")
 
     def stage() -> Path:
+        from pipeline.fleet import connect
         from pipeline.stages.online import distill_online
 
-        return distill_online(call.config, spool=spool, drafter=drafter, resume=resume)
+        servers = connect(call.config, serve)
+        return distill_online(
+            call.config, log=log, drafter=drafter, resume=resume, servers=lambda stage: servers
+        )
 
-    call.execute("distill --online", stage, then=None, spool=spool, drafter=drafter)
+    call.execute("distill --online", stage, then=None, spool=log, drafter=drafter)
+
+
+@command(retrain_app, "run-once")
+def run_once(
+    config: ConfigArgument,
+    assignments: SetOption = None,
+    output: OutputOption = None,
+    spool: SpoolOption = None,
+    serve: ServeOption = None,
+) -> None:
+    """One online round, for a scheduler.
+
+    Reads what traffic left since the last call. With enough of it, trains, gates, swaps and watches one challenger;
+    otherwise says so and leaves the records for the next call. A lock keeps two calls, or a call and a running
+    distill --online, apart; a call that was killed is continued by the next.
+
+    Writes OUTPUT/online.
+
+    Example: draftsmith retrain run-once mine.yaml --spool /var/spool/draftsmith --serve http://127.0.0.1:30000
+    """
+    call = Invocation(config, assignments, output, False)
+    log = spool or call.config.sglang.log
+    if log is None:
+        raise UserError("retrain run-once: needs --spool DIR or redis://…, or sglang.log in the config")
+
+    def stage() -> Path:
+        from pipeline.fleet import connect
+        from pipeline.stages.retrain import retrain_once
+
+        return retrain_once(call.config, log=log, servers=connect(call.config, serve or []))
+
+    call.execute("retrain run-once", stage, then=None)
 
 
 @command(app, "fit-length-head", STAGES)
@@ -280,35 +330,6 @@ def evaluate(
     call.execute("evaluate", stage, then="deploy", drafter=start)
 
 
-@command(app, "deploy", STAGES)
-def deploy(
-    config: ConfigArgument,
-    assignments: SetOption = None,
-    output: OutputOption = None,
-    drafter: DrafterOption = None,
-    dry_run: DryRunOption = False,
-) -> None:
-    """Register a drafter and promote it if it beats the champion.
-
-    It enters the registry as challenger. One that the gate refuses stays there with the reason, and the champion goes on
-    serving.
-
-    Reads the latest drafter: of OUTPUT/length_head, else of OUTPUT/distill, else of OUTPUT/train. Writes OUTPUT/deploy and
-    the registry that tracking.uri names.
-
-    Example: draftsmith deploy quickstart --drafter outputs/quickstart/distill/drafter
-    """
-    call = Invocation(config, assignments, output, dry_run)
-    start = call.drafter_for("deploy", drafter)
-
-    def stage() -> Path:
-        from pipeline.stages.deploy import deploy_drafter
-
-        return deploy_drafter(call.config, drafter=start)
-
-    call.execute("deploy", stage, then=None, drafter=start)
-
-
 @command(app, "run", WHOLE)
 def run(
     config: ConfigArgument,
@@ -329,6 +350,10 @@ def run(
     call = Invocation(config, assignments, output, dry_run)
 
     def stage() -> Path:
+        if call.config.serve.engine == "sglang":
+            from pipeline.stages.live import run_live
+
+            return run_live(call.config)
         from pipeline.stages.whole import run_whole
 
         return run_whole(call.config)

@@ -79,18 +79,32 @@ def doctor(
         Path,
         typer.Option(metavar="DIR", help="Where runs would write: its free space and file locks are tried."),
     ] = Path("outputs"),
+    sglang: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL", show_default=False, help="Examine a running SGLang server in place of this machine."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", show_default=False, help="Print JSON.")] = False,
 ) -> None:
-    """Say what this machine has and lacks.
+    """Say what this machine, or a running SGLang server, has and lacks.
 
     Each line says what follows for a run. Exits with 1 if something must be repaired before anything runs; what is only
-    missing has a substitute, named in the last column.
+    missing has a substitute, named in the last column. Of a server it says whether the plugin is there and whole, what
+    it logs, and how it verifies.
 
     Example: draftsmith doctor --output /data/runs
+
+    Example: draftsmith doctor --sglang http://127.0.0.1:30000
     """
     from pipeline import doctor as diagnosis
 
-    checks = diagnosis.examine(output)
+    if sglang:
+        from pipeline.doctor_sglang import examine_server
+
+        checks = [check for url in sglang for check in examine_server(url)]
+    else:
+        checks = diagnosis.examine(output)
     if as_json:
         import json
 

@@ -56,6 +56,34 @@ DrafterOption = Annotated[
     ),
 ]
 
+SpoolOption = Annotated[
+    str | None,
+    typer.Option(
+        "--spool",
+        metavar="DIR|redis://…",
+        show_default=False,
+        help="For online rounds: where serving leaves its verification records.",
+    ),
+]
+ServeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--serve",
+        metavar="URL",
+        show_default=False,
+        help="For online rounds: a running SGLang server to keep on the champion; may be repeated.",
+    ),
+]
+ServersOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--to",
+        metavar="URL",
+        show_default=False,
+        help="A running SGLang server; may be repeated. Those of sglang.urls by default.",
+    ),
+]
+
 
 def command(group: typer.Typer, name: str, panel: str | None = None) -> Callable[[Function], Function]:
     """Register a command. Its help is its docstring, with the line breaks of the source undone."""

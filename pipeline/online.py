@@ -8,6 +8,7 @@ same version), the server is brought to the champion, and the round is settled.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from pipeline.gate import Verdict
 from pipeline.registry import RegisteredVersion
 from pipeline.release import ReleaseDesk
 from pipeline.result import write_json
-from serving_bridge.server import DraftServer, SwapError
+from serving_bridge.server import DraftServer, SwapError, SwapReport
 from serving_bridge.transport import LogReader
 
 Outcome = Literal["champion", "refused", "rolled_back", "swap_failed"]
@@ -46,6 +47,25 @@ class RoundOutcome:
 
 
 @dataclass
+class SwapNote:
+    """A swap that happened, for the record."""
+
+    time: float
+    old_version: str
+    new_version: str
+    pause_ms: float
+    route: str
+    note: str = ""
+
+    @classmethod
+    def of(cls, report: SwapReport) -> SwapNote:
+        """Stamped with the present time, unix seconds."""
+        return cls(
+            time.time(), report.old_version, report.new_version, report.pause_ms, report.route, report.note
+        )
+
+
+@dataclass
 class OnlineState:
     """Persisted progress."""
 
@@ -53,6 +73,7 @@ class OnlineState:
     round_index: int = -1
     version: int | None = None
     outcomes: list[RoundOutcome] = field(default_factory=list)
+    swaps: list[SwapNote] = field(default_factory=list)
 
     @classmethod
     def load(cls, path: Path) -> OnlineState:
@@ -61,7 +82,8 @@ class OnlineState:
             return cls()
         data = json.loads(path.read_text())
         outcomes = [RoundOutcome(**item) for item in data.pop("outcomes")]
-        return cls(**data, outcomes=outcomes)
+        swaps = [SwapNote(**item) for item in data.pop("swaps", [])]
+        return cls(**data, outcomes=outcomes, swaps=swaps)
 
 
 class OnlinePublisher:
@@ -141,44 +163,57 @@ class OnlinePublisher:
         if not verdict.accepted:
             self._settle(RoundOutcome(round_index, version, "refused", verdict.reason), verdict, None, counts)
             return
-        self._enter("swap", round_index)
-        reader = self.canary_reader() if self.canary_reader is not None and self.servers else None
         previous = None if champion is None else self.desk.checkpoint(champion.version)
         checkpoint = self.desk.checkpoint(version)
+        reader = self.canary_reader() if self.canary_reader is not None and self.servers else None
+        # one server proves a challenger before the others get it
+        first, rest = self.servers[:1], self.servers[1:]
+        canary: CanaryVerdict | None = None
         try:
-            self._swap_all(checkpoint, previous)
+            self._enter("swap", round_index)
+            self._swap_all(first, checkpoint, previous)
+            if reader is not None and previous is not None:
+                self._enter("canary", round_index)
+                canary = self._watch(reader, checkpoint, previous)
+                if not canary.passed:
+                    self.desk.registry.refuse(version, f"rolled back by the canary: {canary.reason}")
+                    self._bring_back(first, previous)
+                    outcome = RoundOutcome(round_index, version, "rolled_back", canary.reason)
+                    self._settle(outcome, verdict, canary, counts)
+                    return
+            self._swap_all(rest, checkpoint, previous, undo=first)
         except SwapError as error:
             self.desk.registry.refuse(version, f"swap failed: {error}")
-            self._settle(RoundOutcome(round_index, version, "swap_failed", str(error)), verdict, None, counts)
+            self._settle(RoundOutcome(round_index, version, "swap_failed", str(error)), verdict, canary, counts)
             return
-        self._enter("canary", round_index)
-        canary: CanaryVerdict | None = None
-        if reader is not None and previous is not None:
-            canary = watch(
-                reader,
-                drafter_version_of(checkpoint),
-                previous,
-                self.desk.bundle,
-                self.canary,
-                should_stop=self.should_stop,
-            )
-            if not canary.passed:
-                self.desk.registry.refuse(version, f"rolled back by the canary: {canary.reason}")
-                self._bring_back(self.servers, previous)
-                outcome = RoundOutcome(round_index, version, "rolled_back", canary.reason)
-                self._settle(outcome, verdict, canary, counts)
-                return
         reason = verdict.reason if canary is None else f"{verdict.reason}; canary: {canary.reason}"
         self.desk.registry.promote(version, reason=reason)
         self._settle(RoundOutcome(round_index, version, "champion", reason), verdict, canary, counts)
 
-    def _swap_all(self, checkpoint: Path, previous: Path | None) -> None:
-        """All servers, or none: a failure puts the ones already swapped back."""
-        swapped: list[DraftServer] = []
+    def _watch(self, reader: LogReader, checkpoint: Path, previous: Path) -> CanaryVerdict:
+        return watch(
+            reader,
+            drafter_version_of(checkpoint),
+            previous,
+            self.desk.bundle,
+            self.canary,
+            should_stop=self.should_stop,
+        )
+
+    def _swap_all(
+        self,
+        servers: Sequence[DraftServer],
+        checkpoint: Path,
+        previous: Path | None,
+        undo: Sequence[DraftServer] = (),
+    ) -> None:
+        """All servers, or none: a failure puts the ones already swapped back, and those of `undo`."""
+        swapped: list[DraftServer] = list(undo)
         try:
-            for server in self.servers:
+            for server in servers:
                 report = server.swap(checkpoint)
                 swapped.append(server)
+                self.state.swaps.append(SwapNote.of(report))
                 say(f"swapped {report.old_version} → {report.new_version}, paused {report.pause_ms:.1f} ms")
         except SwapError:
             if previous is not None:
@@ -198,6 +233,7 @@ class OnlinePublisher:
             except SwapError as error:
                 failures.append(error)
             else:
+                self.state.swaps.append(SwapNote.of(report))
                 say(f"server brought from {report.old_version} to the champion {report.new_version}")
         if failures:
             raise UserError(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from drafters.errors import UserError
 from pipeline.config import Config, FitConfig, SourceConfig
+from serving_bridge.transports import LogPlace, is_stream
 
 MANIFEST = "manifest.json"  # named here because drafters.checkpoint imports torch
 OUTPUTS = {
@@ -99,7 +100,7 @@ def plan_stage(
     config: Config,
     *,
     drafter: Path | None = None,
-    spool: Path | None = None,
+    spool: LogPlace | None = None,
     warm_start: Path | None = None,
 ) -> StagePlan:
     """The plan of one command; `command` is a key of `OUTPUTS`.
@@ -120,7 +121,7 @@ def plan_stage(
     if drafter is not None:
         plan.reads.append(("drafter", _describe_drafter(drafter)))
     if spool is not None:
-        state = "" if spool.is_dir() else " (not there yet)"
+        state = "" if is_stream(spool) or Path(spool).is_dir() else " (not there yet)"
         plan.reads.append(("spool", f"{spool}{state}"))
     for section, describe in _SIZES.items():
         if command in {section, "run"}:

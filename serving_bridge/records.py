@@ -60,12 +60,16 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters of a request; temperature 0 is greedy, ``top_k`` <= 0 means no limit."""
+    """How a request was decoded; temperature 0 is greedy, ``top_k`` <= 0 means no limit.
+
+    requested_temperature: what the client asked for, where the server decoded greedily all the same.
+    """
 
     temperature: float
     top_p: float
     top_k: int
     seed: int | None = None
+    requested_temperature: float | None = None
 
 
 class VerificationRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,8 +146,9 @@ def decode(line: bytes) -> VerificationRecord:
 def validate(record: VerificationRecord) -> None:
     """Check that the numbers of a record agree with each other; raise ``RecordError`` naming the first that does not.
 
-    Every round but the last commits ``accepted + 1`` tokens and hands over to the next; only the last one may be cut
-    by the end of the output.
+    Every round but the last commits ``accepted + 1`` tokens; only the last one may be cut by the end of the output. The
+    next begins where it ended, or later: a request that was taken off the device for want of memory and prefilled again,
+    or decoded for a step without drafts, has tokens that no round committed.
     """
     if not record.output_ids:
         raise RecordError("output_ids is empty", "inconsistent")
@@ -195,8 +200,8 @@ def _round_problem(this: Round, block_size: int, first: int, last: int, expected
         return f"accepted {this.accepted} exceeds verify_len - 1 = {this.verify_len - 1}"
     if len(this.draft_ids) != block_size - 1:
         return f"{len(this.draft_ids)} draft_ids, not block_size - 1 = {block_size - 1}"
-    if expected is not None and this.start != expected:
-        return f"start {this.start} does not follow the round before, which ends at {expected}"
+    if expected is not None and this.start < expected:
+        return f"start {this.start} lies within the round before, which ends at {expected}"
     return None
 
 

@@ -9,17 +9,31 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What a swap did. `target_checksum` must be the same before and after: a swap touches the draft only."""
+    """What a swap did.
+
+    target_checksum: the same before and after, or the swap would have failed: it touches the draft only.
+    pause_ms: for which requests waited.
+    old_draft_checksum: before the swap; empty where the server does not tell.
+    route: how the weights went there.
+    note: what the operator should know, such as stale entries left in a prefix cache.
+    """
 
     old_version: str
     new_version: str
     draft_checksum: str
     target_checksum: str
     pause_ms: float
+    old_draft_checksum: str = ""
+    route: str = "memory"
+    note: str = ""
 
 
 class SwapError(RuntimeError):
     """The swap did not happen; the server still runs the last good drafter."""
+
+
+class ServerLost(SwapError):
+    """The server cannot be reached, or is in a state that it must be restarted from."""
 
 
 class DraftServer(Protocol):
@@ -27,7 +41,11 @@ class DraftServer(Protocol):
 
     @property
     def drafter_version(self) -> str:
-        """Version serving now."""
+        """Version serving now.
+
+        Raises:
+            ServerLost: when the server does not answer.
+        """
         ...
 
     def swap(self, directory: Path) -> SwapReport:

@@ -15,17 +15,20 @@ from datamodules.packed_loader import PackingSpec
 from datamodules.streaming import StreamingDataModule, StreamSpec
 from drafters.errors import UserError
 from lightning_modules.callbacks.publish import PublishRounds
+from lightning_modules.callbacks.round_vocabulary import RoundVocabulary
 from lightning_modules.opd import OPDModule
 from pipeline.config import Config, OnlineConfig
 from pipeline.console import say
 from pipeline.corpus import train_and_validation
 from pipeline.fitting import CHECKPOINT, fit, loss_spec, online_trainer, optim_spec, resume_path
+from pipeline.lock import trainer_lock
 from pipeline.models import load_drafter_for, prepare_training
 from pipeline.online import OnlinePublisher
 from pipeline.release import ReleaseDesk, gate_policy
 from pipeline.stages.context import Stage, open_stage, tracking_for
 from serving_bridge.server import DraftServer
-from serving_bridge.spool import SpoolError, SpoolReader, retain
+from serving_bridge.transport import LogReader
+from serving_bridge.transports import LOG_ERRORS, LogPlace, is_stream, open_reader, retain
 
 READER = "trainer"
 CANARY_READER = "canary"
@@ -34,7 +37,7 @@ CANARY_READER = "canary"
 def distill_online(
     config: Config,
     *,
-    spool: Path,
+    log: LogPlace,
     drafter: Path | None = None,
     resume: bool = False,
     servers: Callable[[Stage], Sequence[DraftServer]] = lambda stage: (),
@@ -45,14 +48,19 @@ def distill_online(
 
     Args:
         config: the run.
-        spool: directory where serving leaves verification records.
+        log: where serving leaves verification records: a spool directory or a `redis://` address.
         drafter: weights to start from; None takes the registered champion.
         resume: continue `<output>/online/last.ckpt`.
         servers: running servers to keep on the champion, given the stage (the embedded engine shares its target).
         should_stop: polled while waiting; SIGTERM stops as well.
         callbacks: further ones for the trainer, called after its own: at the end of a round it is settled.
     """
-    with open_stage(config, "online") as stage, stop_on_sigterm() as terminated, spool_errors(spool):
+    with (
+        trainer_lock(config.output / "online"),
+        open_stage(config, "online") as stage,
+        stop_on_sigterm() as terminated,
+        log_errors(log),
+    ):
         settings = config.online
         checkpoint = resume_path(stage.output, resume)
         if checkpoint is None and (stage.output / CHECKPOINT).exists():
@@ -80,7 +88,7 @@ def distill_online(
             loaded.length_head.train() if loaded.length_head is not None else None,
             feature_cache_bytes=settings.feature_cache_mib * 2**20,
         )
-        reader = SpoolReader(spool, READER)
+        reader = open_reader(log, READER)
         reader.commit(reader.cursor)
         datamodule = StreamingDataModule(
             reader,
@@ -96,7 +104,7 @@ def distill_online(
             desk,
             servers(stage),
             guard_documents=validation,
-            canary_reader=lambda: reader_at_end(spool),
+            canary_reader=lambda: reader_at_end(log),
             canary=config.canary,
             run_id=stage.tracked.run_id,
             name=config.name,
@@ -109,7 +117,8 @@ def distill_online(
             logger=tracking_for(config).lightning_logger(stage.tracked.run_id),
             callbacks=[
                 PublishRounds(publisher, stage.output / CHECKPOINT),
-                Retention(spool),
+                Retention(log),
+                *([] if settings.vocabulary is None else [RoundVocabulary(settings.vocabulary)]),
                 terminated,
                 *callbacks,
             ],
@@ -160,22 +169,22 @@ def stream_spec(settings: OnlineConfig) -> StreamSpec:
     )
 
 
-def reader_at_end(spool: Path) -> SpoolReader:
-    """A reader past everything sealed so far."""
-    reader = SpoolReader(spool, CANARY_READER, quarantine=False)
+def reader_at_end(log: LogPlace) -> LogReader:
+    """A reader past everything readable so far."""
+    reader = open_reader(log, CANARY_READER, quarantine=False)
     while reader.read(256):
         pass
     return reader
 
 
 class Retention(L.Callback):
-    """Deletes log segments that every registered reader has behind it."""
+    """Deletes the part of the log that every registered reader has behind it."""
 
-    def __init__(self, spool: Path) -> None:
-        self.spool = spool
+    def __init__(self, log: LogPlace) -> None:
+        self.log_place = log
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        retain(self.spool)
+        retain(self.log_place)
 
 
 class StopBetweenRounds(L.Callback):
@@ -217,13 +226,13 @@ def stop_on_sigterm() -> Iterator[StopBetweenRounds]:
 
 
 @contextmanager
-def spool_errors(spool: Path) -> Iterator[None]:
-    """What the spool's own room raises, as errors for users."""
+def log_errors(log: LogPlace) -> Iterator[None]:
+    """What the log's own room raises, as errors for users."""
     try:
         yield
-    except SpoolError as error:
+    except LOG_ERRORS as error:
         raise UserError(str(error)) from error
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        if error.filename is None or not Path(error.filename).is_relative_to(spool):
+        if is_stream(log) or error.filename is None or not Path(error.filename).is_relative_to(log):
             raise
-        raise UserError(f"--spool {spool}: cannot be used as a spool ({error})") from error
+        raise UserError(f"--spool {log}: cannot be used as a spool ({error})") from error

@@ -107,7 +107,7 @@ def serve_and_learn(config: Config, *, resume: bool = False) -> Path:
     try:
         return distill_online(
             config,
-            spool=spool,
+            log=spool,
             resume=resume,
             servers=service.start,
             should_stop=lambda: service.traffic_over,
