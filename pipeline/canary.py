@@ -131,6 +131,14 @@ def acceptance_lengths(scores: Sequence[RecordScore]) -> tuple[float, float]:
     return sum(s.live for s in scores) / rounds, sum(s.baseline for s in scores) / rounds
 
 
+def compare(
+    records: Sequence[VerificationRecord], drafter_version: str, baseline: Path, bundle: TargetBundle
+) -> tuple[float, float]:
+    """(live, baseline) over the rounds that `drafter_version` drafted, given the old champion's checkpoint."""
+    drafter = load_drafter_for(baseline, bundle, dtype=bundle.target.dtype).drafter
+    return acceptance_lengths(score_records(records, drafter_version, drafter, bundle))
+
+
 @torch.no_grad()
 def score_records(
     records: Sequence[VerificationRecord], drafter_version: str, baseline: DFlashDrafter, bundle: TargetBundle

@@ -137,7 +137,11 @@ class OnlinePublisher:
             return
         checkpoint = self.desk.checkpoint(champion.version)
         expected = drafter_version_of(checkpoint)
-        self._bring_back([s for s in self.servers if s.drafter_version != expected], checkpoint)
+        try:
+            behind = [s for s in self.servers if s.drafter_version != expected]
+        except SwapError as error:
+            raise UserError(f"{error}; start the server, or leave it out, and continue with --resume") from error
+        self._bring_back(behind, checkpoint)
 
     def publish(self, module: OPDModule, datamodule: StreamingDataModule, round_index: int) -> None:
         """Settle one round; see `Publisher`."""

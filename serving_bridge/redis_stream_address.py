@@ -123,6 +123,8 @@ def connect(address: StreamAddress, timeout_s: float) -> Any:
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s,
         socket_keepalive=True,
+        # Answers then look the same in every version of the client.
+        protocol=2,
         # The caller decides about retries: hidden ones would only hold up the news.
         retry=Retry(NoBackoff(), 0),
         **options,

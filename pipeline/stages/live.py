@@ -1,4 +1,4 @@
-"""`draftsmith run` against a real SGLang server: train offline, serve, learn from the traffic, swap, and survive a bad drafter."""
+"""`draftsmith run` against a real SGLang server: train, serve, learn from the traffic, swap, and survive a bad drafter."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def distill_online(
         config: the run.
         log: where serving leaves verification records: a spool directory or a `redis://` address.
         drafter: weights to start from; None takes the registered champion.
-        resume: continue `<output>/online/last.ckpt`.
+        resume: continue `<output>/online/last.ckpt` if it is there.
         servers: running servers to keep on the champion, given the stage (the embedded engine shares its target).
         should_stop: polled while waiting; SIGTERM stops as well.
         callbacks: further ones for the trainer, called after its own: at the end of a round it is settled.
@@ -62,7 +62,8 @@ def distill_online(
         log_errors(log),
     ):
         settings = config.online
-        checkpoint = resume_path(stage.output, resume)
+        # a service is started by the same command each time, the first included
+        checkpoint = resume_path(stage.output, resume and (stage.output / CHECKPOINT).exists())
         if checkpoint is None and (stage.output / CHECKPOINT).exists():
             raise UserError(
                 f"{stage.output / CHECKPOINT}: an earlier online run stands here; add --resume to continue it, "

@@ -133,12 +133,12 @@ def test_status_is_plain_json(desk: Desk) -> None:
 
 def test_what_was_derived_from_the_weights_is_rebuilt_after_each_change(tmp_path: Path) -> None:
     seen: list[Tensors] = []
-    desk = make_desk(tmp_path, after_load=lambda: seen.append(snapshot(desk.model)))
-    desk.try_swap(desk.second)
-    desk.store.handle(order("rollback"))
+    changing = make_desk(tmp_path, after_load=lambda: seen.append(snapshot(changing.model)))
+    changing.try_swap(changing.second)
+    changing.store.handle(order("rollback"))
     assert len(seen) == 2
-    assert same_bits(seen[0], weights_of(desk.second))
-    assert same_bits(seen[1], weights_of(desk.first))
+    assert same_bits(seen[0], weights_of(changing.second))
+    assert same_bits(seen[1], weights_of(changing.first))
 
 
 # refusals

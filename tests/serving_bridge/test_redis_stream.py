@@ -328,11 +328,11 @@ def test_a_key_that_is_no_stream_is_named_and_records_wait(redis_log: RedisLog) 
 
 def test_passwords_open_the_broker_and_stay_out_of_errors(redis_log: RedisLog) -> None:
     redis_log.server.client().config_set("requirepass", "right")
-    for secret in ("", ":wrong@"):
+    for secret in ("", ":hunter2@"):
         place = redis_log.place.replace("//", f"//{secret}")
         with pytest.raises(OSError, match="Authentication") as caught:
             RedisStreamSink(place).write(make_record("a"))
-        assert "wrong" not in str(caught.value).replace("WRONGPASS", "").replace("invalid", "")
+        assert "hunter2" not in str(caught.value)
     place = redis_log.place.replace("//", "//:right@")
     RedisStreamSink(place).write(make_record("a"))
     reader = RedisStreamReader(place, "trainer")

@@ -33,7 +33,9 @@ PATIENCE = 30.0
 
 
 @cache
-def tiny_target(kind: str = "llama", layer_ids: tuple[int, ...] = (0, 1, 3)) -> Target:
+def tiny_target(
+    kind: str = "llama", layer_ids: tuple[int, ...] = (0, 1, 3), context: int = CONTEXT
+) -> Target:
     """A random target whose greedy texts wander over the vocabulary."""
     config_class = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]
     config = config_class(
@@ -44,7 +46,7 @@ def tiny_target(kind: str = "llama", layer_ids: tuple[int, ...] = (0, 1, 3)) -> 
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         initializer_range=0.3,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -133,9 +135,9 @@ class Scene:
     second: Path
 
 
-def make_scene(directory: Path, kind: str) -> Scene:
+def make_scene(directory: Path, kind: str, context: int = CONTEXT) -> Scene:
     """Checkpoints `v1` and `v2` below `directory`."""
-    target = tiny_target(kind)
+    target = tiny_target(kind, context=context)
     texts = prompts(5)
     outputs = [greedy(target, prompt) for prompt in texts]
     documents = [to_document(p, o, f"r{i}") for i, (p, o) in enumerate(zip(texts, outputs, strict=True))]

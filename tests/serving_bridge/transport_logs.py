@@ -144,10 +144,14 @@ class RedisServer:
 
         while process.poll() is None:
             try:
-                # Somebody else's server on the port would answer as well.
-                return bool(self.client().info("server")["process_id"] == process.pid)
+                state = self.client().info()
             except (redis.ConnectionError, redis.ResponseError):
-                threading.Event().wait(0.01)
+                pass
+            else:
+                if not state["loading"]:
+                    # Somebody else's server on the port would answer as well.
+                    return bool(state["process_id"] == process.pid)
+            threading.Event().wait(0.01)
         return False
 
 

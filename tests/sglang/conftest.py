@@ -12,7 +12,7 @@ from drafters.checkpoint import load_drafter, save_drafter
 from drafters.length_head import LengthHead
 from serving_bridge.sglang_process import running_server
 from tests.serving_bridge.tiny_serving import Scene, make_scene
-from tests.sglang.live_server import PYTHON, Site
+from tests.sglang.live_server import CONTEXT, PYTHON, Site
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    return make_scene(tmp_path_factory.mktemp("scene"), "qwen3")
+    return make_scene(tmp_path_factory.mktemp("scene"), "qwen3", CONTEXT)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ for the presence of a GPU kernel.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,20 @@ def assign_extend_cache_locs_cpu(
     spans = [req_to_token[row, first:last] for row, first, last in _spans(req_pool_indices, start, end)]
     slots = torch.cat(spans)
     out_cache_loc[: slots.numel()] = slots.to(out_cache_loc.dtype)
+
+
+def copy_all_layer_kv_cache_cpu(
+    data_ptrs: torch.Tensor, strides: torch.Tensor, tgt_loc: torch.Tensor, src_loc: torch.Tensor
+) -> None:
+    """In every layer's buffer, copy the slots `src_loc` to `tgt_loc`; a slot is `strides` bytes at an address.
+
+    All sources are read before anything is written, as the two may overlap.
+    """
+    targets, sources = tgt_loc.tolist(), src_loc.tolist()
+    for base, size in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
+        slots = [ctypes.string_at(base + source * size, size) for source in sources]
+        for target, slot in zip(targets, slots, strict=True):
+            ctypes.memmove(base + target * size, slot, size)
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
