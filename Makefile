@@ -70,7 +70,7 @@ test: setup ## Run the whole test suite
 $(SGLANG_STAMP): $(SGLANG_CONSTRAINTS) pyproject.toml
 	@echo "Installing SGLang for CPU; this takes a few minutes the first time"
 	$(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_BIN)/python -m pip install --disable-pip-version-check -q --no-compile --no-deps -r $(SGLANG_CONSTRAINTS)
+	$(SGLANG_BIN)/python -m pip install --disable-pip-version-check -q --no-deps -r $(SGLANG_CONSTRAINTS)
 	$(SGLANG_BIN)/python serving_bridge/sglang_cpu/patch_torchvision.py
 	$(SGLANG_BIN)/python -m pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e .
 	@touch $@

@@ -9,6 +9,7 @@ next start reads the same records again from the checkpoint's cursor, in the sam
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,9 @@ from datamodules.packed_loader import PackedLoader, PackingSpec, derived_generat
 from drafters.errors import UserError
 from drafters.packing import Document
 from serving_bridge.records import VerificationRecord
-from serving_bridge.transport import Cursor, LogReader
+from serving_bridge.transport import Cursor, Delivery, LogReader
+
+_log = logging.getLogger(__name__)
 
 OFFLINE_ROUND = -1
 """Round number of documents that were in the replay buffer from the start; they do not age."""
@@ -144,7 +147,7 @@ class StreamingDataModule(L.LightningDataModule):
         while len(draft.fresh) < spec.trigger:
             # asked before reading: what was written before the word to stop is still read
             stopping = self.should_stop()
-            deliveries = self.reader.read(spec.trigger - len(draft.fresh))
+            deliveries = self._read(spec.trigger - len(draft.fresh))
             for delivery in deliveries:
                 draft.admit(delivery.record)
             if deliveries:
@@ -157,6 +160,14 @@ class StreamingDataModule(L.LightningDataModule):
         draft.apply(self.reader.cursor)
         stream.replayed = self._draw_replay(len(stream.fresh))
         return True
+
+    def _read(self, limit: int) -> list[Delivery]:
+        """What is there; nothing while the log cannot be reached, as it may come back."""
+        try:
+            return self.reader.read(limit)
+        except OSError as error:
+            _log.warning("the record log cannot be read, waiting: %s", error)
+            return []
 
     def _draw_replay(self, num_fresh: int) -> list[Document]:
         share, buffer = self.spec.buffer_share, self.stream.buffer

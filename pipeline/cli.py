@@ -205,7 +205,9 @@ def distill(
     if spool is not None:
         raise UserError("--spool: only online distillation reads a spool; add --online or leave --spool out")
     if serve:
-        raise UserError("--serve: only online distillation keeps servers fresh; add --online or leave --serve out")
+        raise UserError(
+            "--serve: only online distillation keeps servers fresh; add --online or leave --serve out"
+        )
     start = call.drafter_for("distill", drafter)
 
     def stage() -> Path:

@@ -113,7 +113,9 @@ def launch(
     config: ConfigArgument,
     print_only: Annotated[
         bool,
-        typer.Option("--print", show_default=False, help="Print the command, and that of the container, and stop."),
+        typer.Option(
+            "--print", show_default=False, help="Print the command, and that of the container, and stop."
+        ),
     ] = False,
     drafter: NamedDrafter = None,
     assignments: SetOption = None,
@@ -149,7 +151,9 @@ def status(
     to: ServersOption = None,
     watch: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", show_default=False, help="Show it again every so often, until Ctrl-C."),
+        typer.Option(
+            metavar="SECONDS", show_default=False, help="Show it again every so often, until Ctrl-C."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", show_default=False, help="Print JSON.")] = False,
     assignments: SetOption = None,
@@ -184,7 +188,9 @@ def status(
 @command(deploy_app, "rollback")
 def rollback(
     config: ConfigArgument,
-    reason: Annotated[str, typer.Option(metavar="TEXT", show_default=False, help="Why; kept in the registry.")],
+    reason: Annotated[
+        str, typer.Option(metavar="TEXT", show_default=False, help="Why; kept in the registry.")
+    ],
     to: ServersOption = None,
     assignments: SetOption = None,
     output: OutputOption = None,

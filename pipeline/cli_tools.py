@@ -82,7 +82,9 @@ def doctor(
     sglang: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="URL", show_default=False, help="Examine a running SGLang server in place of this machine."
+            metavar="URL",
+            show_default=False,
+            help="Examine a running SGLang server in place of this machine.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", show_default=False, help="Print JSON.")] = False,

@@ -312,7 +312,10 @@ class CanaryConfig(Section):
     min_records: int = Field(12, ge=2, description="Records of the new version before the first verdict.")
     max_records: int = Field(96, ge=2, description="Records at which the estimate decides, sure or not.")
     error_rate: float = Field(
-        0.01, gt=0, lt=0.5, description="Probability of rolling back a good drafter, and of keeping a bad one."
+        0.01,
+        gt=0,
+        lt=0.5,
+        description="Probability of rolling back a good drafter, and of keeping a bad one.",
     )
     max_drop: float = Field(0.1, ge=0, lt=1, description="Relative drop of live acceptance that rolls back.")
     timeout_s: float = Field(600.0, gt=0, description="Without enough traffic the gate's verdict stands.")
@@ -322,7 +325,8 @@ class ServeConfig(Section):
     """How a whole-loop run serves its traffic."""
 
     engine: Literal["local", "sglang"] = Field(
-        "local", description="local: the embedded engine; sglang: a real server, started as sglang.launch says."
+        "local",
+        description="local: the embedded engine; sglang: a real server, started as sglang.launch says.",
     )
     max_new_tokens: int = Field(64, ge=1, description="Longest answer to a traffic prompt.")
     max_running: int = Field(2, ge=1, description="Requests under way at a time.")
@@ -350,19 +354,25 @@ class LaunchConfig(Section):
     verify: Literal["auto", "compact", "static"] = Field(
         "auto", description="compact: one packed pass of Σ verify_len rows; static: whole blocks."
     )
-    host: str = Field("127.0.0.1", description="Address to listen on; others than loopback need an admin key.")
+    host: str = Field(
+        "127.0.0.1", description="Address to listen on; others than loopback need an admin key."
+    )
     port: int = Field(30000, ge=1, le=65535, description="Port to listen on.")
     threads: int = Field(1, ge=1, description="CPU threads of the cpu preset.")
     max_total_tokens: int | None = Field(None, ge=64, description="Cache size in tokens; null: SGLang's own.")
     max_running: int | None = Field(None, ge=1, description="Requests decoded together; null: SGLang's own.")
-    context_length: int | None = Field(None, ge=16, description="Longest request in tokens; null: the model's.")
+    context_length: int | None = Field(
+        None, ge=16, description="Longest request in tokens; null: the model's."
+    )
     extra: list[str] = Field(default_factory=list, description="Further arguments, as SGLang spells them.")
 
 
 class SGLangConfig(Section):
     """Running SGLang servers, and the plugin inside them."""
 
-    urls: list[str] = Field(default_factory=list, description="Servers to keep on the champion: http://HOST:PORT.")
+    urls: list[str] = Field(
+        default_factory=list, description="Servers to keep on the champion: http://HOST:PORT."
+    )
     log: str | None = Field(
         None, description="Where servers leave records: a directory or redis://…; null: <output>/spool."
     )
@@ -376,7 +386,8 @@ class SGLangConfig(Section):
     deadline_s: float = Field(120.0, gt=0, description="For a swap, the reading of the weights included.")
     call_timeout_s: float = Field(30.0, gt=0, description="For a single call of a server.")
     verify_target: bool = Field(
-        True, description="Compare the target's checksum before and after a swap; costs a pass over its weights."
+        True,
+        description="Compare the target's checksum before and after a swap; costs a pass over its weights.",
     )
     log_share: float = Field(1.0, ge=0, le=1, description="Share of conversations that servers log.")
     log_by_default: bool = Field(True, description="Log requests that do not say whether they may be.")

@@ -33,7 +33,10 @@ def examine_server(url: str) -> list[Check]:
     status = plugin_status_of(info)
     if status is None:
         follows = "pip install --no-deps draftsmith there, set DRAFTSMITH_SGLANG, start it again"
-        return [*checks, Check("plugin", "missing", "not there, or its settings are not", follows, blocking=True)]
+        return [
+            *checks,
+            Check("plugin", "missing", "not there, or its settings are not", follows, blocking=True),
+        ]
     return [*checks, *plugin_checks(status)]
 
 
@@ -83,7 +86,9 @@ def _swaps(drafter: dict[str, Any]) -> str:
 def _records(status: dict[str, Any]) -> Check:
     records = status["records"]
     if records is None:
-        return Check("records", "warn", "not logged", "set `log` in the plugin's settings to learn from traffic")
+        return Check(
+            "records", "warn", "not logged", "set `log` in the plugin's settings to learn from traffic"
+        )
     found = f"{records['written']} written, {records['dropped']} dropped, to {status['log']}"
     if records["dropped"] or records.get("rejected"):
         why = records.get("last_error") or "the log was too slow or full"

@@ -140,7 +140,9 @@ class OnlinePublisher:
         try:
             behind = [s for s in self.servers if s.drafter_version != expected]
         except SwapError as error:
-            raise UserError(f"{error}; start the server, or leave it out, and continue with --resume") from error
+            raise UserError(
+                f"{error}; start the server, or leave it out, and continue with --resume"
+            ) from error
         self._bring_back(behind, checkpoint)
 
     def publish(self, module: OPDModule, datamodule: StreamingDataModule, round_index: int) -> None:
@@ -188,7 +190,9 @@ class OnlinePublisher:
             self._swap_all(rest, checkpoint, previous, undo=first)
         except SwapError as error:
             self.desk.registry.refuse(version, f"swap failed: {error}")
-            self._settle(RoundOutcome(round_index, version, "swap_failed", str(error)), verdict, canary, counts)
+            self._settle(
+                RoundOutcome(round_index, version, "swap_failed", str(error)), verdict, canary, counts
+            )
             return
         reason = verdict.reason if canary is None else f"{verdict.reason}; canary: {canary.reason}"
         self.desk.registry.promote(version, reason=reason)

@@ -122,13 +122,17 @@ class SGLangClient:
             reason = type(error).__name__
             raise ServerLost(f"{self.url}{path}: no answer ({reason}); is the server running?") from error
         if response.status_code in {401, 403}:
-            raise SwapError(f"{self.url}{path}: the server refuses the key; give the admin key it was started with")
+            raise SwapError(
+                f"{self.url}{path}: the server refuses the key; give the admin key it was started with"
+            )
         try:
             answer = response.json()
         except ValueError:
             answer = {"message": response.text[:200]}
         if response.status_code >= 400:
-            said = answer.get("message") or answer.get("error") or answer if isinstance(answer, dict) else answer
+            said = (
+                answer.get("message") or answer.get("error") or answer if isinstance(answer, dict) else answer
+            )
             raise SwapError(f"{self.url}{path}: {response.status_code}: {said}")
         return answer
 

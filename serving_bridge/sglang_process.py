@@ -42,7 +42,9 @@ class ServerProcess:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if not self.alive:
-                raise ServerLost(f"SGLang ended with code {self.process.returncode}; {self.log}: {self.complaint()}")
+                raise ServerLost(
+                    f"SGLang ended with code {self.process.returncode}; {self.log}: {self.complaint()}"
+                )
             with contextlib.suppress(requests.RequestException):
                 if requests.get(f"{self.url}/health", timeout=2).ok:
                     return

@@ -119,9 +119,7 @@ class SGLangServer:
             self.roll_back()
             raise SwapError(f"{self.client.url}: {problem}; rolled back to {old}")
         self._tidy(placed.name, old)
-        return SwapReport(
-            old, new, draft_after, target_after, pause.milliseconds, draft_before, "directory"
-        )
+        return SwapReport(old, new, draft_after, target_after, pause.milliseconds, draft_before, "directory")
 
     def _check_plugin(self, status: dict[str, Any], manifest: dict[str, Any]) -> None:
         if status.get("missing_hooks"):
@@ -316,7 +314,9 @@ def _check_fits(directory: Path, last_good: Path) -> None:
     ours, theirs = _shapes(directory), _shapes(last_good)
     if ours != theirs:
         differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        raise SwapError(f"swap refused: {directory} differs from the served drafter in shape: {differing[:3]}")
+        raise SwapError(
+            f"swap refused: {directory} differs from the served drafter in shape: {differing[:3]}"
+        )
 
 
 def _shapes(directory: Path) -> dict[str, list[int]]:

@@ -78,6 +78,11 @@ class LogReader(Protocol):
         """Position after the last record returned."""
         ...
 
+    @property
+    def quarantined(self) -> int:
+        """Entries that were no records, and were put aside."""
+        ...
+
     def read(self, limit: int) -> list[Delivery]:
         """Return up to ``limit`` next records, fewer if there are no more yet."""
         ...

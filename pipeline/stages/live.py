@@ -168,9 +168,7 @@ def canary_drill(
     server.swap(bad)
     load = load_for(config, desk.bundle, server.client.url, len(requests))
     load.start(requests)
-    verdict = watch(
-        reader, name, good, desk.bundle, config.canary, should_stop=lambda: load.over
-    )
+    verdict = watch(reader, name, good, desk.bundle, config.canary, should_stop=lambda: load.over)
     if not verdict.passed:
         server.swap(good)
     threading.Thread(target=load.join, daemon=True).start()

@@ -26,6 +26,7 @@ from pipeline.models import load_drafter_for, prepare_training
 from pipeline.online import OnlinePublisher
 from pipeline.release import ReleaseDesk, gate_policy
 from pipeline.stages.context import Stage, open_stage, tracking_for
+from serving_bridge.redis_stream_address import BrokerError
 from serving_bridge.server import DraftServer
 from serving_bridge.transport import LogReader
 from serving_bridge.transports import LOG_ERRORS, LogPlace, is_stream, open_reader, retain
@@ -231,7 +232,7 @@ def log_errors(log: LogPlace) -> Iterator[None]:
     """What the log's own room raises, as errors for users."""
     try:
         yield
-    except LOG_ERRORS as error:
+    except (*LOG_ERRORS, BrokerError) as error:
         raise UserError(str(error)) from error
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         if is_stream(log) or error.filename is None or not Path(error.filename).is_relative_to(log):

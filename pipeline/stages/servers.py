@@ -89,7 +89,10 @@ def resolve_drafter(stage: Stage, name: str | None) -> Path:
         return Path(name)
     registry = stage.registry()
     desk = ReleaseDesk(
-        registry, stage.bundle, gate_policy(stage.config.gate, stage.config.seed), stage.config.output / "versions"
+        registry,
+        stage.bundle,
+        gate_policy(stage.config.gate, stage.config.seed),
+        stage.config.output / "versions",
     )
     return desk.checkpoint(_version(registry, name).version)
 
@@ -180,7 +183,8 @@ def show_status(found: dict[str, Any]) -> None:
     if online is not None:
         say(f"online: round {online['round_index']}, {online['phase']}")
         rows = [
-            [str(o["round_index"]), str(o["version"]), o["outcome"], o["reason"]] for o in online["outcomes"][-8:]
+            [str(o["round_index"]), str(o["version"]), o["outcome"], o["reason"]]
+            for o in online["outcomes"][-8:]
         ]
         show_table("latest rounds", ["round", "version", "outcome", "reason"], rows)
 

@@ -11,11 +11,11 @@ import importlib.util
 from pathlib import Path
 
 MARK = "import torchvision.extension  # noqa: F401\n"
-PATCH = '''if not torchvision.extension._has_ops():
+PATCH = """if not torchvision.extension._has_ops():
     _undefined = torch.library.Library("torchvision", "FRAGMENT")
     for _name in ("nms", "qnms"):
         _undefined.define(_name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-'''
+"""
 
 
 def main() -> None:

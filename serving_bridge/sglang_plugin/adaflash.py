@@ -48,7 +48,7 @@ def register_adaflash(bridge: Bridge, before: Any, after: Any) -> list[tuple[str
             pack_verify_input(verify_input, batch, lengths)
 
     def after_target(result: Any, *args: Any, **kwargs: Any) -> None:
-        spec_info = getattr(kwargs.get("forward_batch"), "spec_info", None)
+        spec_info: Any = getattr(kwargs.get("forward_batch"), "spec_info", None)
         rows = getattr(spec_info, _ROWS_ATTRIBUTE, None)
         if not kwargs.get("is_verify") or rows is None:
             return
@@ -136,7 +136,7 @@ def _worker_class(bridge: Bridge) -> type:
 
     settings = bridge.settings.length
 
-    class AdaFlashWorker(DFlashWorkerV2):  # type: ignore[misc, valid-type]
+    class AdaFlashWorker(DFlashWorkerV2):
         """DFLASH's worker, which also keeps what the length head reads."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -164,7 +164,12 @@ def _worker_class(bridge: Bridge) -> type:
 
         def choose_lengths(self, batch: Any) -> list[int] | None:
             """verify_len of each request, or None to verify whole blocks."""
-            if self.verify_mode == "static" or not _greedy(batch) or batch.has_grammar or batch.return_logprob:
+            if (
+                self.verify_mode == "static"
+                or not _greedy(batch)
+                or batch.has_grammar
+                or batch.return_logprob
+            ):
                 return None
             policy = self._current_policy()
             if policy is None or self._block_features is None:

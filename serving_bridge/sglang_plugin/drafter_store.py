@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from torch import nn
 from drafters.checkpoint import MANIFEST, LoadedDrafter, load_drafter
 from drafters.errors import UserError
 from drafters.length_head import LengthHead
+
+_log = logging.getLogger(__name__)
 
 Agree = Callable[[str | None], list[str]]
 """Tells the group this rank's problem and returns everyone's; the identity for a single rank."""
@@ -166,6 +169,11 @@ class DrafterStore:
         if self._staging is not None and self._staging.thread is not None:
             self._staging.thread.join()
 
+    def _note(self, problem: str) -> None:
+        self.failures += 1
+        self.last_problem = problem
+        _log.warning("draftsmith: swap refused: %s", problem)
+
     def _stage(self, order: SwapOrder) -> str:
         if self._staging is not None and not self._staging.ready:
             raise SwapRefused("another drafter is being staged; wait for it")
@@ -183,7 +191,9 @@ class DrafterStore:
             self._check_size(directory)
             manifest = directory / MANIFEST
             if not manifest.is_file():
-                raise SwapRefused(f"{directory}: {MANIFEST} is missing, or the server cannot see the directory")
+                raise SwapRefused(
+                    f"{directory}: {MANIFEST} is missing, or the server cannot see the directory"
+                )
             found = hashlib.sha256(manifest.read_bytes()).hexdigest()
             if found != staging.order.manifest_sha256:
                 raise SwapRefused(
@@ -199,6 +209,8 @@ class DrafterStore:
             staging.problem = str(problem)
         except Exception as error:
             staging.problem = f"{directory}: {type(error).__name__}: {error}"
+        if staging.problem is not None:
+            self._note(staging.problem)
 
     def _commit(self, order: SwapOrder) -> str:
         self.wait_staged()

@@ -167,7 +167,9 @@ class Bridge:
 
     # rounds
 
-    def around_forward(self, forward: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kw: Any) -> Any:
+    def around_forward(
+        self, forward: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kw: Any
+    ) -> Any:
         worker.__dict__[_ROUND_ATTRIBUTE] = None
         worker.__dict__[_LENGTHS_ATTRIBUTE] = None
         result = forward(worker, batch, *args, **kw)
@@ -296,9 +298,7 @@ class Bridge:
             "block_size": None if attached is None else int(attached.worker.block_size),
             "target_id": None if attached is None else attached.store.served.target_id,
             "log": self.settings.log,
-            "records": None
-            if attached is None or attached.recorder is None
-            else attached.recorder.status(),
+            "records": None if attached is None or attached.recorder is None else attached.recorder.status(),
             "verify": getattr(None if attached is None else attached.worker, "verify_mode", "static"),
             "sampling_verified": sampling_verified(),
             "verified_rows": self.verified_rows,

@@ -172,7 +172,7 @@ class Recorder:
 
     def status(self) -> dict[str, Any]:
         """Counters, for status views."""
-        stats = getattr(self.writer, "stats", dict)()
+        stats: dict[str, Any] = getattr(self.writer, "stats", dict)()
         return {**stats, "written": self.writer.written, "dropped": self.writer.dropped} | {
             "skipped": dict(self.skipped)
         }

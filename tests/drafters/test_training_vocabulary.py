@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.block_loss import BlockTargets, block_loss
+from drafters.block_loss import BlockTargets, block_loss, served_matches
 from drafters.dflash import DFlashDrafter
 from drafters.fill import fill_blocks
 from drafters.objectives import LossSpec, Objective
@@ -69,3 +69,43 @@ def test_the_loss_is_that_of_the_kept_tokens_alone(
     for name, parameter in drafter.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(got[name], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 3])
+def test_served_matches_are_those_of_the_whole_head(
+    chunk_rows: int | None, trained: Any, make_drafter: Callable[..., DFlashDrafter]
+) -> None:
+    """What the length head learns from must not depend on the loss's part of the vocabulary."""
+    target, documents = trained.target, trained.documents[:3]
+    batch = pack_documents(documents, anchors_per_document=0, anchor_source="all")
+    output = target.forward_packed(batch.input_ids_T, batch.position_ids_T)
+    with torch.no_grad():
+        filled = fill_blocks(make_drafter(target, seed=4), target, batch, output.features_TC)
+    targets = BlockTargets.from_layout(batch, filled.layout)
+    expected = block_loss(filled.hidden_NBH, target.head_VH, targets, LossSpec()).match_NB
+    assert expected.any() and not expected[targets.valid_NB].all()
+    assert torch.equal(served_matches(filled.hidden_NBH, target.head_VH, targets, chunk_rows), expected)
+
+
+def test_another_vocabulary_forgets_what_was_made_for_the_old_one(
+    trained: Any, make_drafter: Callable[..., DFlashDrafter]
+) -> None:
+    """Kept moments belong to the tokens they were summed over."""
+    target, documents = trained.target, trained.documents[:2]
+    batch = pack_documents(documents, anchors_per_document=0, anchor_source="all")
+    drafter = make_drafter(target, seed=4)
+    tokens = {t for d in documents for t in d.token_ids}
+    small, large = (
+        TrainingVocabulary.of(documents, target.config.vocab_size, len(tokens) + extra) for extra in (1, 9)
+    )
+
+    def loss_of(*vocabularies: TrainingVocabulary) -> float:
+        module = BlockTrainingModule(
+            drafter, target, LossSpec(objective="osd"), OptimSpec(), feature_cache_bytes=10**8
+        )
+        for vocabulary in vocabularies:
+            module.use_vocabulary(vocabulary)
+            value = float(module.block_step(batch)[0].value.detach())
+        return value
+
+    assert loss_of(small, large) == loss_of(large) != loss_of(small)

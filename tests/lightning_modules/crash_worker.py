@@ -20,6 +20,7 @@ from drafters.training_vocabulary import TrainingVocabulary
 from lightning_modules.block_training import BlockTrainingModule
 from lightning_modules.callbacks.export import ExportBest
 from lightning_modules.callbacks.publish import PublishRounds
+from lightning_modules.callbacks.round_vocabulary import RoundVocabulary
 from lightning_modules.opd import OPDModule
 from pipeline.config import FitConfig, LossConfig, OnlineConfig
 from pipeline.fitting import CHECKPOINT, fit, loss_spec, online_trainer, optim_spec, stage_trainer
@@ -228,6 +229,7 @@ def run_online(directory: Path, kill: tuple[Any, ...] | None, checkpoint_every: 
         loss_spec(ONLINE.loss),
         optim_spec(ONLINE.optim, None),
         make_head(target),
+        feature_cache_bytes=20_000,
     )
     spool = directory / "spool"
     reader = SpoolReader(spool, "trainer")
@@ -245,6 +247,8 @@ def run_online(directory: Path, kill: tuple[Any, ...] | None, checkpoint_every: 
     callbacks: list[L.Callback] = [
         PublishRounds(FilePublisher(directory, kill), checkpoint),
         Retention(spool),
+        # another part of the vocabulary in each round, which a resume in its middle must find again
+        RoundVocabulary(40),
         FinalState(directory / "final.pt"),
     ]
     if kill is not None:

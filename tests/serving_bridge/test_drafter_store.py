@@ -180,6 +180,17 @@ def no_directory(desk: Desk) -> tuple[Path | str, str | None]:
     return "absent", "0" * 64
 
 
+def broken_config(desk: Desk) -> tuple[Path | str, str | None]:
+    (desk.second / "config.json").write_text("{")
+    relist(desk.second)
+    return desk.second, None
+
+
+def no_target(desk: Desk) -> tuple[Path | str, str | None]:
+    relist(desk.second, target={"name": "tiny"})
+    return desk.second, None
+
+
 def missing_tensor(desk: Desk) -> tuple[Path | str, str | None]:
     rewrite_tensors(desk.second, lambda tensors: tensors.pop("fc.weight"))
     return desk.second, None
@@ -260,6 +271,8 @@ REFUSALS: list[tuple[Break, list[str]]] = [
     (missing_file, [MODEL, "missing"]),
     (no_manifest, [MANIFEST, "missing"]),
     (no_directory, ["absent", "cannot read"]),
+    (broken_config, ["config.json"]),
+    (no_target, ["target", "revision"]),
     (missing_tensor, ["missing tensors", "fc.weight"]),
     (extra_tensor, ["unexpected tensors", "more"]),
     (wrong_shape, ["norm.weight", "shape"]),

@@ -174,6 +174,12 @@ def test_newer_version_is_told_apart_even_if_nothing_else_fits() -> None:
     assert refusal(as_json(schema_version=0)).kind == "schema_version"
 
 
+def test_tokens_between_rounds_are_those_that_no_round_committed() -> None:
+    """A request prefilled again, or decoded for a step without drafts."""
+    record = decode(encode(make_record(rounds=[make_round(3, 2), make_round(7, 0)])))
+    assert committed_tokens(record) == 3 + 1
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
@@ -185,8 +191,11 @@ def test_newer_version_is_told_apart_even_if_nothing_else_fits() -> None:
         (make_record(rounds=[make_round(3, 0, verify_len=0)]), "verify_len 0"),
         (make_record(rounds=[make_round(3, 0, verify_len=5)]), "verify_len 5"),
         (make_record(rounds=[make_round(3, 2, verify_len=2)]), "accepted 2 exceeds"),
-        (make_record(rounds=[make_round(6, 0), make_round(3, 2)]), "rounds[1]: start 3 does not follow"),
-        (make_record(rounds=[make_round(3, 2), make_round(7, 0)]), "which ends at 6"),
+        (
+            make_record(rounds=[make_round(6, 0), make_round(3, 2)]),
+            "rounds[1]: start 3 lies within the round before",
+        ),
+        (make_record(rounds=[make_round(3, 2), make_round(5, 0)]), "which ends at 6"),
         (make_record(rounds=[make_round(3, 2), make_round(3, 2)]), "rounds[1]"),
         (make_record(rounds=[make_round(8, 3), make_round(9, 0)]), "which ends at 12"),
     ],

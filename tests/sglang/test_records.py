@@ -69,7 +69,9 @@ def test_a_record_holds_the_request_and_joins_its_rounds(
         assert at >= len(prompt) + len(record.output_ids) - 1
 
 
-def test_accepted_counts_and_bonus_tokens_follow_from_the_drafts(records: dict[str, VerificationRecord]) -> None:
+def test_accepted_counts_and_bonus_tokens_follow_from_the_drafts(
+    records: dict[str, VerificationRecord],
+) -> None:
     accepted = 0
     for record in records.values():
         text = [*record.prompt_ids, *record.output_ids]

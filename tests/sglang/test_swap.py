@@ -126,7 +126,9 @@ def test_bad_drafters_leave_the_good_one(dflash: Site, tmp_path: Path) -> None:
         assert len(dflash.generate(dflash.scene.prompts[0], 4)["output_ids"]) == 4
 
 
-def test_a_damage_on_the_way_to_the_server_is_seen_there(dflash: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damage_on_the_way_to_the_server_is_seen_there(
+    dflash: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = dflash.server()
     place = server._place
 
