@@ -65,6 +65,10 @@ class SGLangClient:
         info: dict[str, Any] = self._call("GET", "/server_info")
         return info
 
+    def weight_version(self) -> str:
+        """What the server calls its weights, as the latest update named them."""
+        return str(self._call("GET", "/model_info").get("weight_version", "unknown"))
+
     def plugin_status(self) -> dict[str, Any] | None:
         """What draftsmith's plugin tells of itself; None for a server without it."""
         return plugin_status_of(self.server_info())

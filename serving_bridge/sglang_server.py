@@ -64,7 +64,7 @@ class SGLangServer:
         status = plugin_status_of(info)
         if status is not None:
             return str(status["drafter"]["drafter_version"])
-        return str(info.get("weight_version", "unknown"))
+        return self.client.weight_version()
 
     def swap(self, directory: Path) -> SwapReport:
         """See `DraftServer`.
@@ -216,7 +216,7 @@ class SGLangServer:
                 "leave stale; install the plugin"
             )
         _check_fits(directory, last_good)
-        old, new = str(info.get("weight_version", "unknown")), str(manifest["drafter_version"])
+        old, new = self.client.weight_version(), str(manifest["drafter_version"])
         ranks = int(info.get("tp_size", 1))
         draft_before, target_before = self._checksums()
         try:

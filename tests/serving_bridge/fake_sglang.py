@@ -105,7 +105,7 @@ class FakeSGLang:
 
     def _answer(self, path: str, body: dict[str, Any]) -> Answer:
         if path == INFO:
-            return 200, self._server_info()
+            return 200, self.server_info()
         if path == CHECK:
             checksum = {"draft": self.draft_checksum(), "target": self.target}[body["selector"]]
             return 200, {"success": True, "message": "", "ranks": [{"per_gpu_checksum": checksum}]}
@@ -142,7 +142,7 @@ class FakeSGLang:
     def _done(self, success: bool, message: str) -> Answer:
         return 200 if success else 400, {"success": success, "message": message}
 
-    def _server_info(self) -> dict[str, Any]:
+    def server_info(self) -> dict[str, Any]:
         states: list[dict[str, Any]] = [{"avg_spec_accept_length": 2.0}]
         if self.store is not None:
             states[0]["draftsmith"] = {

@@ -142,7 +142,7 @@ def test_the_admin_key_goes_before_the_other(desk: Desk) -> None:
     assert server.swap(desk.second).new_version == "v2"
 
 
-# BUG sglang_http.py:54 - the session takes proxies (and, from .netrc, credentials in place of the key) from the environment.
+# BUG SGLangClient: the session takes proxies (and, from .netrc, credentials in place of the key) from the environment.
 def test_this_machine_is_not_reached_through_a_proxy(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{closed_port()}")
     assert desk.server().drafter_version == "v1"
@@ -280,18 +280,35 @@ def test_a_server_restarted_in_between_has_forgotten_the_drafter(desk: Desk, ste
     assert desk.serves(desk.first)
 
 
-def test_a_drafter_that_takes_too_long_to_read_is_given_up(desk: Desk) -> None:
-    def still_reading(body: dict[str, Any]) -> tuple[int, Any]:
-        status, info = 200, desk.fake._server_info()
-        staged = info["internal_states"][0]["draftsmith"]["drafter"]["staged"]
-        if staged is not None:
-            staged["ready"] = False
-        return status, info
+def read_slowly(desk: Desk, polls: int) -> None:
+    """The server says of so many calls that it is still reading the staged drafter."""
+    left = [polls]
 
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        info = desk.fake.server_info()
+        staged = info["internal_states"][0]["draftsmith"]["drafter"]["staged"]
+        if staged is not None and left[0]:
+            left[0] -= 1
+            staged["ready"] = False
+        elif staged is not None and desk.fake.store is not None:
+            desk.fake.store.wait_staged()
+            info = desk.fake.server_info()
+        return 200, info
+
+    desk.fake.before[INFO] = answer
+
+
+def test_the_client_waits_until_the_drafter_is_read(desk: Desk) -> None:
     waits: list[float] = []
-    desk.fake.before[INFO] = still_reading
-    assert "still reading" in desk.refusal(deadline_s=0.2, sleep=waits.append)
-    assert waits
+    read_slowly(desk, polls=3)
+    desk.server(sleep=waits.append).swap(desk.second)
+    assert len(waits) == 3
+    assert desk.serves(desk.second)
+
+
+def test_a_drafter_that_takes_too_long_to_read_is_given_up(desk: Desk) -> None:
+    read_slowly(desk, polls=10**6)
+    assert "still reading" in desk.refusal(deadline_s=0.0)
     assert desk.fake.steps == ["stage"]
     assert desk.serves(desk.first)
 
@@ -315,7 +332,7 @@ def test_a_commit_that_does_nothing_is_noticed(desk: Desk) -> None:
     assert desk.serves(desk.first)
 
 
-# BUG sglang_server.py:119 - the refused rollback hides what happened, and as SwapError it means that nothing changed.
+# BUG _swap_directory: the refused rollback hides what happened, and as SwapError it means that nothing changed.
 def test_a_rollback_that_fails_leaves_a_lost_server(desk: Desk) -> None:
     desk.fake.after["commit"] = lambda body: change_target(desk)
     desk.fake.before["rollback"] = lambda body: REFUSED
@@ -324,7 +341,7 @@ def test_a_rollback_that_fails_leaves_a_lost_server(desk: Desk) -> None:
     assert not desk.fake.paused
 
 
-# BUG sglang_server.py:112 - the new drafter serves, though SwapError says that nothing changed.
+# BUG _swap_directory: the new drafter serves, though SwapError says that nothing changed.
 def test_checks_that_fail_after_the_commit_take_the_swap_back(desk: Desk) -> None:
     def break_checks(body: dict[str, Any]) -> None:
         desk.fake.before[CHECK] = lambda body: BROKEN
@@ -335,7 +352,7 @@ def test_checks_that_fail_after_the_commit_take_the_swap_back(desk: Desk) -> Non
     assert desk.serves(desk.first) or isinstance(caught.value, ServerLost)
 
 
-# BUG sglang_http.py:75 - an answer without checksums gives "" twice, which passes for "unchanged".
+# BUG checksum: an answer without checksums gives "" twice, which passes for "unchanged".
 @pytest.mark.parametrize("answer", [{"success": True, "message": ""}, {"ranks": []}, {"ranks": [{}]}, []])
 def test_a_checksum_that_was_not_given_is_not_taken_for_one(desk: Desk, answer: Any) -> None:
     desk.fake.before[CHECK] = lambda body: (200, answer)
@@ -366,7 +383,7 @@ def test_requests_go_on_whatever_happens(desk: Desk, step: str, answer: tuple[in
         assert desk.serves(desk.first)
 
 
-# BUG sglang_http.py:100 - the pause itself lies outside the `try`: a server that paused, but whose answer was lost or came too
+# BUG paused: the pause itself lies outside the `try`: a server that paused, but whose answer was lost or came too
 # late, is never told to go on.
 @pytest.mark.parametrize("answer", [BROKEN, DROP], ids=["broken", "dropped"])
 def test_requests_go_on_after_a_pause_whose_answer_was_lost(desk: Desk, answer: tuple[int, Any]) -> None:
@@ -385,7 +402,7 @@ def test_going_on_is_tried_again(desk: Desk) -> None:
     assert refusals == []
 
 
-# BUG sglang_http.py:115 - a server that stays paused serves nobody, which SwapError ("it still runs") does not say.
+# BUG _resume: a server that stays paused serves nobody, which SwapError ("it still runs") does not say.
 def test_a_server_that_does_not_go_on_is_lost(desk: Desk) -> None:
     desk.fake.before[CONTINUE] = lambda body: BROKEN
     with pytest.raises(ServerLost):
@@ -418,8 +435,8 @@ def test_old_directories_leave_and_the_served_one_stays(desk: Desk, tmp_path: Pa
     assert (desk.root / "notes").is_dir(), "what we did not put there is not ours"
 
 
-# BUG sglang_server.py:157,171 - copytree takes over the source's times, so "most recent" is not by placing; and
-# sglang_server.py:121 passes the old *version* where a directory's name is compared, so the drafter before is not kept.
+# BUG _place, _tidy: copytree takes over the source's times, so "most recent" is not by placing; and
+# _swap_directory passes the old *version* where a directory's name is compared, so the drafter before is not kept.
 def test_the_drafter_before_stays_for_a_rollback(desk: Desk, tmp_path: Path) -> None:
     server = desk.server()
     for number in range(3, 3 + KEPT_DRAFTERS + 1):
@@ -545,7 +562,7 @@ def other_layers(place: Path) -> Path:
     return write_drafter(place, seed=3, layer_ids=(0, 1))
 
 
-# BUG sglang_server.py:316 - only shapes of tensors are compared, which say nothing of block size, target, or layers read.
+# BUG _check_fits: only shapes of tensors are compared, which say nothing of block size, target, or layers read.
 @pytest.mark.parametrize("write", [block_of_eight, other_target, other_layers])
 def test_another_kind_of_drafter_never_reaches_a_stock_server(
     stock: Stock, tmp_path: Path, write: Callable[[Path], Path]
@@ -598,7 +615,7 @@ def test_without_an_answer_nothing_more_is_sent(stock: Stock) -> None:
     assert not stock.fake.paused
 
 
-# BUG sglang_server.py:225 - nothing was sent, yet the last good drafter is "put back", and when that fails for the same reason
+# BUG _swap_tensors: nothing was sent, yet the last good drafter is "put back", and when that fails for the same reason
 # the server is called lost.
 def test_tensors_that_cannot_be_shared_change_nothing(stock: Stock) -> None:
     stock.sharing.failure = SwapError("its tensors could not be shared")
@@ -606,7 +623,7 @@ def test_tensors_that_cannot_be_shared_change_nothing(stock: Stock) -> None:
     assert stock.fake.controls() == []
 
 
-# BUG sglang_server.py:316 - safetensors' own error gets out.
+# BUG _check_fits: safetensors' own error gets out.
 def test_a_last_good_drafter_that_is_gone_is_told(stock: Stock, tmp_path: Path) -> None:
     assert "gone" in stock.refusal(last_good=tmp_path / "gone")
     assert stock.fake.controls() == []
