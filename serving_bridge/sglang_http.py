@@ -52,6 +52,8 @@ class SGLangClient:
         self.address = address
         self.timeout_s = timeout_s
         self._session = requests.Session()
+        # a proxy or a .netrc of the environment must neither see nor replace the key
+        self._session.trust_env = False
         key = address.admin_key or address.api_key
         if key:
             self._session.headers["Authorization"] = f"Bearer {key}"
@@ -76,8 +78,13 @@ class SGLangClient:
     def checksum(self, selector: str) -> str:
         """Of the weights of `draft` or `target`, one for all ranks."""
         answer = self._call("POST", "/weights_checker", {"action": "checksum", "selector": selector})
-        ranks = answer.get("ranks") or answer.get("payload") or []
-        return "+".join(str(rank["per_gpu_checksum"]) for rank in ranks)
+        try:
+            sums = [str(rank["per_gpu_checksum"]) for rank in answer["ranks"]]
+        except (KeyError, TypeError):
+            sums = []
+        if not sums:
+            raise SwapError(f"{self.url}/weights_checker: answers without checksums of the {selector}")
+        return "+".join(sums)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Post to a control endpoint.
@@ -101,8 +108,8 @@ class SGLangClient:
         """Requests wait where they are; they go on whatever happens inside."""
         pause = Pause()
         started = time.perf_counter()
-        self.post("/pause_generation", {"mode": "in_place"})
         try:
+            self.post("/pause_generation", {"mode": "in_place"})
             yield pause
         finally:
             self._resume()
@@ -113,10 +120,10 @@ class SGLangClient:
             try:
                 self.post("/continue_generation", {})
                 return
-            except SwapError:
+            except SwapError as error:
                 # a paused server serves nobody: the one call worth repeating
                 if attempt == 2:
-                    raise
+                    raise ServerLost(f"{error}; should the server be paused, restart it") from error
                 time.sleep(0.2 * (attempt + 1))
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,24 +101,43 @@ class Launch:
 
     def shown(self) -> str:
         """For a shell, one argument a line; keys are left out, as a screen is no place for them."""
-        variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.variables().items())]
+        variables = [
+            f"{name}={shlex.quote(_without_password(value))}"
+            for name, value in sorted(self.variables().items())
+        ]
+        lines = [""]
+        for word in self._hidden():
+            text = word if word.startswith("$") else shlex.quote(word)
+            if word.startswith("--"):
+                lines.append(text)
+            else:
+                lines[-1] = f"{lines[-1]} {text}".strip()
+        return " \\\n  ".join([*variables, *lines])
+
+    def _hidden(self) -> list[str]:
         words = list(self.arguments())
         for name in ("--api-key", "--admin-api-key"):
             if name in words:
                 words[words.index(name) + 1] = "$" + name.strip("-").replace("-", "_").upper()
-        command = " ".join(w if w.startswith("$") else shlex.quote(w) for w in words)
-        return "\n  ".join([*[f"{v} \\" for v in variables], command.replace(" --", " \\\n  --")])
+        return words
 
     def image_line(self) -> str:
         """The same in SGLang's container image."""
-        inner = " ".join(shlex.quote(w) for w in ["python3", *self.arguments()[1:]])
-        log, root = self.settings.log, self.settings.swap_root
-        mounts = [str(self.drafter), *(d for d in (log, root) if d.startswith("/"))]
+        inner = " ".join(shlex.quote(w) for w in ["python3", *self._hidden()[1:]])
+        log, root = self.settings.log.removeprefix("spool:"), self.settings.swap_root
+        mounts = [str(self.drafter.absolute()), *(d for d in (log, root) if d.startswith("/"))]
         if Path(self.model).is_absolute():
             mounts.append(self.model)
-        volumes = " ".join(f"-v {shlex.quote(m)}:{shlex.quote(m)}" for m in mounts)
-        settings = shlex.quote(f"{SETTINGS_VARIABLE}={self.variables()[SETTINGS_VARIABLE]}")
+        volumes = " ".join(f"-v {shlex.quote(m)}:{shlex.quote(m)}" for m in dict.fromkeys(mounts))
+        settings = shlex.quote(
+            f"{SETTINGS_VARIABLE}={_without_password(self.variables()[SETTINGS_VARIABLE])}"
+        )
         return (
             f"docker run --gpus all --ipc=host --network=host {volumes} -e {settings} {IMAGE} "
             f"bash -c {shlex.quote('pip install --no-deps draftsmith && exec ' + inner)}"
         )
+
+
+def _without_password(text: str) -> str:
+    """Of `scheme://user:password@host`, what a screen may show."""
+    return re.sub(r"(://[^/@:\s]*:)[^@/]*@", r"\1***@", text)

@@ -24,6 +24,7 @@ from drafters.checkpoint import MANIFEST, drafter_digest, file_sha256, load_draf
 from drafters.errors import UserError
 from serving_bridge.server import ServerLost, SwapError, SwapReport
 from serving_bridge.sglang_http import Pause, SGLangClient, plugin_status_of
+from serving_bridge.sglang_plugin.drafter_store import SHAPE_KEYS
 
 SWAP_FORMAT = "draftsmith"
 KEPT_DRAFTERS = 4
@@ -109,16 +110,26 @@ class SGLangServer:
         self._wait_staged(digest, deadline)
         with self.client.paused() as pause:
             self._order("commit", placed.name, digest, weight_version=new)
-        draft_after, target_after = self._checksums()
+        draft_after = target_after = ""
         problem = None
-        if target_after != target_before:
-            problem = "the target's weights changed during the swap"
-        elif self.drafter_version != new:
-            problem = f"the server reports version {self.drafter_version} after a swap to {new}"
+        try:
+            draft_after, target_after = self._checksums()
+            if target_after != target_before:
+                problem = "the target's weights changed during the swap"
+            elif (version := self.drafter_version) != new:
+                problem = f"the server reports version {version} after a swap to {new}"
+        except ServerLost:
+            raise
+        except SwapError as error:
+            problem = str(error)
         if problem is not None:
-            self.roll_back()
+            try:
+                if self.drafter_version != old:
+                    self.roll_back()
+            except SwapError as second:
+                raise ServerLost(f"{problem}; and {old} could not be put back ({second})") from second
             raise SwapError(f"{self.client.url}: {problem}; rolled back to {old}")
-        self._tidy(placed.name, old)
+        self._tidy(placed.name, Path(str(status["drafter"]["directory"])).name)
         return SwapReport(old, new, draft_after, target_after, pause.milliseconds, draft_before, "directory")
 
     def _check_plugin(self, status: dict[str, Any], manifest: dict[str, Any]) -> None:
@@ -154,6 +165,7 @@ class SGLangServer:
         try:
             shutil.copytree(directory, staging, dirs_exist_ok=True)
             staging.chmod(0o755)
+            staging.touch()
             staging.rename(place)
         except OSError as error:
             shutil.rmtree(staging, ignore_errors=True)
@@ -219,21 +231,24 @@ class SGLangServer:
         old, new = self.client.weight_version(), str(manifest["drafter_version"])
         ranks = int(info.get("tp_size", 1))
         draft_before, target_before = self._checksums()
-        try:
-            pause = self._push(directory, new, ranks)
-            draft_after, target_after = self._checksums()
-            if target_after != target_before:
-                raise SwapError(f"{self.client.url}: the target's weights changed during the swap")
-        except ServerLost:
-            raise
-        except SwapError as error:
+        # outside the `try`: as long as nothing was sent, there is nothing to put back
+        with SharedTensors(directory, ranks) as payload:
             try:
-                self._push(last_good, old, ranks)
-            except SwapError as second:
-                raise ServerLost(
-                    f"{error}; and the last good drafter could not be put back ({second}): restart the server"
-                ) from error
-            raise
+                pause = self._push(payload, new)
+                draft_after, target_after = self._checksums()
+                if target_after != target_before:
+                    raise SwapError(f"{self.client.url}: the target's weights changed during the swap")
+            except ServerLost:
+                raise
+            except SwapError as error:
+                try:
+                    with SharedTensors(last_good, ranks) as older:
+                        self._push(older, old)
+                except SwapError as second:
+                    raise ServerLost(
+                        f"{error}; and the last good drafter could not be put back ({second}): restart the server"
+                    ) from error
+                raise
         self.last_good = directory
         return SwapReport(
             old,
@@ -246,8 +261,8 @@ class SGLangServer:
             "the prefix cache keeps entries of the old drafter; drafts after a cached prefix are worse until they age out",
         )
 
-    def _push(self, directory: Path, version: str, ranks: int) -> Pause:
-        with SharedTensors(directory, ranks) as payload, self.client.paused() as pause:
+    def _push(self, payload: list[str], version: str) -> Pause:
+        with self.client.paused() as pause:
             self.client.post("/begin_weight_update", {"selector": "draft"})
             try:
                 self.client.post(
@@ -308,15 +323,26 @@ class SharedTensors:
 def _check_fits(directory: Path, last_good: Path) -> None:
     """A stock server ends itself over a tensor of the wrong shape, so nothing of the kind may reach it."""
     try:
-        load_drafter(directory)
+        new, old = load_drafter(directory), load_drafter(last_good)
     except UserError as error:
         raise SwapError(f"swap refused: {error}") from error
+    if new.identity != old.identity:
+        raise SwapError(
+            f"swap refused: {directory} is made for target {new.identity.target_id}, the served drafter for "
+            f"{old.identity.target_id}"
+        )
     ours, theirs = _shapes(directory), _shapes(last_good)
     if ours != theirs:
         differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         raise SwapError(
-            f"swap refused: {directory} differs from the served drafter in shape: {differing[:3]}"
+            f"swap refused: {directory} differs from the served drafter in the shape of {', '.join(differing[:3])}"
         )
+    mine, yours = (json.loads((d / "config.json").read_text()) for d in (directory, last_good))
+    for key in SHAPE_KEYS:
+        if mine.get(key) != yours.get(key):
+            raise SwapError(
+                f"swap refused: {directory}: {key} is {mine.get(key)}, the served drafter has {yours.get(key)}"
+            )
 
 
 def _shapes(directory: Path) -> dict[str, list[int]]:

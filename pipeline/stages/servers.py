@@ -105,9 +105,9 @@ def _version(registry: Registry, name: str | None) -> RegisteredVersion:
         return champion
     model, _, alias = name.removeprefix(MODELS).partition("@")
     number = None
-    if not alias:
+    if not alias and "/" in model:
         model, _, text = model.rpartition("/")
-        number = int(text) if text.isdigit() else None
+        number = int(text) if text.isdecimal() else None
     if model != registry.model_name:
         raise UserError(f"{name}: this target's drafters are registered as {registry.model_name}")
     if not alias and number is None:

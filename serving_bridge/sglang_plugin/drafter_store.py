@@ -129,6 +129,8 @@ class DrafterStore:
         self._agree = agree
         self._after_load = after_load
         self._staging: Staging | None = None
+        ours = Path(served.directory) / "config.json"
+        self._config: dict[str, Any] | None = json.loads(ours.read_text()) if ours.is_file() else None
 
     def handle(self, payload: bytes) -> tuple[bool, str]:
         """Carry out an order; (success, message). Never raises: an exception would end the scheduler."""
@@ -168,6 +170,11 @@ class DrafterStore:
         """Until the thread of the latest `stage` is done; for tests and for `commit`."""
         if self._staging is not None and self._staging.thread is not None:
             self._staging.thread.join()
+
+    def forget_staged(self) -> None:
+        """Drop what is staged: its backup is of weights that are about to change, or have changed."""
+        self.wait_staged()
+        self._staging = None
 
     def _note(self, problem: str) -> None:
         self.failures += 1
@@ -237,7 +244,7 @@ class DrafterStore:
             raise SwapRefused(f"{'; '.join(sorted(set(problems)))}; the last good drafter is back")
         self.previous = (self.served, staging.backup)
         self.served = Served(
-            loaded.drafter_version, order.directory, loaded.length_head, loaded.identity.target_id
+            loaded.drafter_version, staging.order.directory, loaded.length_head, loaded.identity.target_id
         )
         self.swaps += 1
         return f"serving {self.served.version}"
@@ -248,17 +255,22 @@ class DrafterStore:
         if problems:
             raise SwapRefused("; ".join(sorted(set(problems))))
         assert self.previous is not None
+        self.forget_staged()
         served, backup = self.previous
-        self._restore(backup)
+        self._copy_back(backup)
         self.served, self.previous = served, None
+        self._after_load()
         self.swaps += 1
         return f"serving {self.served.version}"
 
-    @torch.no_grad()
     def _restore(self, backup: dict[str, torch.Tensor]) -> None:
+        self._copy_back(backup)
+        self._after_load()
+
+    @torch.no_grad()
+    def _copy_back(self, backup: dict[str, torch.Tensor]) -> None:
         for name, tensor in self.model.state_dict().items():
             tensor.copy_(backup[name])
-        self._after_load()
 
     def _confined(self, directory: str) -> Path:
         if self._root is None:
@@ -283,10 +295,9 @@ class DrafterStore:
                 f"{directory}: made for target {loaded.identity.target_id}, this server runs "
                 f"{self.served.target_id}"
             )
-        ours = Path(self.served.directory) / "config.json"
-        if not ours.is_file():
+        if self._config is None:
             return
-        expected, found = json.loads(ours.read_text()), json.loads((directory / "config.json").read_text())
+        expected, found = self._config, json.loads((directory / "config.json").read_text())
         for key in SHAPE_KEYS:
             if expected.get(key) != found.get(key):
                 raise SwapRefused(
@@ -309,6 +320,7 @@ SHAPE_KEYS = (
     "rope_scaling",
     "layer_types",
     "rms_norm_eps",
+    "hidden_act",
 )
 """Of `config.json`: what the engine built its draft model from and cannot change while it runs."""
 

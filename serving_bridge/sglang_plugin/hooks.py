@@ -270,6 +270,7 @@ class Bridge:
     def after_end_update(self, result: Any, updater: Any, *args: Any, **kwargs: Any) -> None:
         """Weights that came another way leave the same stale copies behind."""
         if self.attached is not None:
+            self.attached.store.forget_staged()
             _refresh_derived(self.attached.worker)
 
     # admission

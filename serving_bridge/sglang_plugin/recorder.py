@@ -60,7 +60,7 @@ class RequestInfo:
 
 def in_share(conversation_key: str, share: float) -> bool:
     """Whether a conversation is among the logged share: a function of its key, so all its turns or none."""
-    digest = hashlib.sha256(b"log\x1f" + conversation_key.encode()).digest()
+    digest = hashlib.sha256(b"log\x1f" + conversation_key.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
@@ -182,6 +182,8 @@ class Recorder:
             return record
         try:
             redacted = self._redact(record)
+            if redacted is not None and not isinstance(redacted, VerificationRecord):
+                raise TypeError(f"the redaction returned {type(redacted).__name__}, not a record")
         except Exception:
             # a record that could not be redacted must not be kept, nor may it disturb serving
             if not self.skipped["redaction_failed"]:
@@ -200,4 +202,6 @@ def _import_redaction(name: str) -> Redaction | None:
         redaction: Redaction = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise SettingsError(f"redact: {name!r} cannot be imported as module:function ({error})") from None
+    if not callable(redaction):
+        raise SettingsError(f"redact: {name!r} is not a function")
     return redaction

@@ -71,14 +71,14 @@ def load_settings(text: str) -> PluginSettings:
         source = text
         try:
             text = Path(text).read_text()
-        except OSError as error:
-            raise SettingsError(f"{SETTINGS_VARIABLE}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"{SETTINGS_VARIABLE}: {text}: {error}") from None
     try:
         settings = msgspec.json.decode(text.encode(), type=PluginSettings)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeError) as error:
         raise SettingsError(f"{source}: {error}") from None
     for load, gamma in settings.length.gamma_by_load.items():
-        if not load.isdigit() or gamma <= 0:
+        if not load.isdecimal() or gamma <= 0:
             raise SettingsError(f"{source}: length.gamma_by_load maps a number of requests to a γ above 0")
     if settings.swap_root and not Path(settings.swap_root).is_absolute():
         raise SettingsError(f"{source}: swap_root must be an absolute path, not {settings.swap_root!r}")

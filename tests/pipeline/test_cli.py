@@ -104,7 +104,18 @@ def test_examples_use_options_that_exist(name: str) -> None:
 
 def test_help_lists_the_loop_in_its_order() -> None:
     output = CliRunner().invoke(app, ["--help"]).output
-    names = ("data", "train", "distill", "fit-length-head", "evaluate", "deploy", "run", "config", "doctor")
+    names = (
+        "data",
+        "train",
+        "distill",
+        "fit-length-head",
+        "evaluate",
+        "deploy",
+        "retrain",
+        "run",
+        "config",
+        "doctor",
+    )
     places = [re.search(rf"^\W*{name} ", output, flags=re.MULTILINE) for name in names]
     starts = [place.start() for place in places if place is not None]
     assert len(starts) == len(names)
@@ -173,13 +184,13 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
             ["distill", "--online", "--spool", "records"],
             "online",
             "distill_online",
-            {"spool": Path("records"), "drafter": None, "resume": False},
+            {"log": "records", "drafter": None, "resume": False},
         ),
         (
             ["distill", "--online", "--spool", "records", "--drafter", "other", "--resume"],
             "online",
             "distill_online",
-            {"spool": Path("records"), "drafter": Path("other"), "resume": True},
+            {"log": "records", "drafter": Path("other"), "resume": True},
         ),
         (
             ["fit-length-head", "--resume"],
@@ -207,6 +218,8 @@ def test_command_calls_its_stage(
     assert call(*words, str(config_file), "--set", "seed=7") == 0
     (arguments,) = calls
     assert arguments.pop("config").seed == 7
+    if "servers" in arguments:
+        assert arguments.pop("servers")(None) == []
     assert arguments == expected
     assert capsys.readouterr().out == "written/here\n"
 

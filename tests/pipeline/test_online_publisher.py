@@ -18,7 +18,7 @@ from pipeline.config import CanaryConfig
 from pipeline.online import OnlinePublisher, OnlineState
 from pipeline.registry import Registry
 from pipeline.release import ReleaseDesk
-from serving_bridge.server import SwapError, SwapReport
+from serving_bridge.server import ServerLost, SwapError, SwapReport
 from tests.pipeline.release_desk import (
     Desks,
     checkpoint_of,
@@ -65,6 +65,7 @@ class FakeCanary:
     def __init__(self) -> None:
         self.verdict = CanaryVerdict(True, "live is fine", 1.7, 1.5, 12)
         self.watched: list[tuple[str, str]] = []
+        self.on_watch: Callable[[], object] = lambda: None
         self.dies = False
 
     def __call__(
@@ -72,6 +73,7 @@ class FakeCanary:
     ) -> CanaryVerdict:
         if self.dies:
             raise Crash
+        self.on_watch()
         self.watched.append((drafter_version, baseline.name))
         return self.verdict
 
@@ -126,6 +128,48 @@ def settle(publisher: OnlinePublisher, quality: float, round_index: int = 0, see
     stream = SimpleNamespace(holdout=documents(6, "code", "held"), counts={"admitted": 9})
     datamodule: Any = SimpleNamespace(stream=stream)
     publisher.publish(module, datamodule, round_index)
+
+
+def test_one_server_proves_a_challenger_before_the_others_get_it(scene: Scene) -> None:
+    seen: list[list[str]] = []
+    scene.canary.on_watch = lambda: seen.append(scene.serving())
+    publisher = scene.publisher()
+    settle(publisher, 1.75)
+    assert seen == [["tiny-r1", FIRST]]
+    assert [note.new_version for note in publisher.state.swaps] == ["tiny-r1", "tiny-r1"]
+    assert [note.new_version for note in scene.publisher().state.swaps] == ["tiny-r1", "tiny-r1"]
+
+
+def test_what_the_canary_rejects_reaches_no_other_server(scene: Scene) -> None:
+    scene.canary.verdict = CanaryVerdict(False, "live is bad", 1.0, 1.5, 12)
+    publisher = scene.publisher()
+    settle(publisher, 1.75)
+    assert scene.servers[0].swaps == ["tiny-r1", FIRST]
+    assert scene.servers[1].swaps == []
+    assert publisher.state.outcomes[0].outcome == "rolled_back"
+
+
+def test_a_later_server_that_refuses_takes_the_proven_one_back(scene: Scene) -> None:
+    scene.servers[1].refuses = {"tiny-r1"}
+    publisher = scene.publisher()
+    settle(publisher, 1.75)
+    assert scene.serving() == [FIRST, FIRST]
+    assert publisher.state.outcomes[0].outcome == "swap_failed"
+    assert scene.champion() == 1
+
+
+def test_a_server_that_is_down_at_the_start_is_named(scene: Scene) -> None:
+    class Down(FakeServer):
+        @property  # type: ignore[override]
+        def drafter_version(self) -> str:
+            raise ServerLost("http://10.0.0.1: no answer")
+
+        @drafter_version.setter
+        def drafter_version(self, value: str) -> None:
+            pass
+
+    with pytest.raises(UserError, match=r"10\.0\.0\.1: no answer.*--resume"):
+        scene.publisher([Down(FIRST)]).reconcile()
 
 
 def test_accepted_drafter_is_swapped_watched_and_promoted(scene: Scene) -> None:

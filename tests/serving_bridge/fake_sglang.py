@@ -24,7 +24,7 @@ DROP: Answer = (0, None)
 Interference = Callable[[dict[str, Any]], Answer | None]
 """Is shown the body of a call; what it returns is answered in place of the server's own answer."""
 
-INFO, CHECK = "/server_info", "/weights_checker"
+INFO, MODEL_INFO, CHECK = "/server_info", "/model_info", "/weights_checker"
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 BEGIN, TENSORS, END = "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"
 
@@ -70,7 +70,7 @@ class FakeSGLang:
 
     def controls(self) -> list[str]:
         """Calls that change something."""
-        return [path for path in self.calls if path not in (INFO, CHECK)]
+        return [path for path in self.calls if path not in (INFO, MODEL_INFO, CHECK)]
 
     def bodies_of(self, path: str) -> list[dict[str, Any]]:
         return [body for called, body in self.bodies if called == path]
@@ -106,6 +106,9 @@ class FakeSGLang:
     def _answer(self, path: str, body: dict[str, Any]) -> Answer:
         if path == INFO:
             return 200, self.server_info()
+        if path == MODEL_INFO:
+            # /server_info holds what the server was started with
+            return 200, {"weight_version": self.weight_version}
         if path == CHECK:
             checksum = {"draft": self.draft_checksum(), "target": self.target}[body["selector"]]
             return 200, {"success": True, "message": "", "ranks": [{"per_gpu_checksum": checksum}]}
@@ -151,7 +154,7 @@ class FakeSGLang:
                 "drafter": self.store.status(),
                 **self.plugin,
             }
-        return {"weight_version": self.weight_version, "tp_size": 1, "internal_states": states, **self.info}
+        return {"weight_version": "default", "tp_size": 1, "internal_states": states, **self.info}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,209 @@
+"""What the bridge costs: serving with and without records, records through each transport, and the pause of a swap.
+
+    python benchmarks/sglang_bridge.py --run outputs/sglang --python .venv-sglang/bin/python
+
+Servers with and without the plugin's log take turns, answer the same requests one after the other, and are compared in the
+CPU time of all their processes. Greedy requests of fixed length do the same work each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from serving_bridge.records import Round, Sampling, VerificationRecord
+from serving_bridge.sglang_http import ServerAddress, SGLangClient
+from serving_bridge.sglang_launch import Launch
+from serving_bridge.sglang_plugin.settings import LengthSettings, PluginSettings
+from serving_bridge.sglang_process import ServerProcess, running_server
+from serving_bridge.sglang_server import SGLangServer
+from serving_bridge.transports import open_reader, open_writer
+
+PORT = 31873
+
+
+def make_launch(args: argparse.Namespace, work: Path, log: str) -> Launch:
+    """A server of the run's target and offline drafter."""
+    return Launch(
+        python=str(Path(args.python).absolute()),
+        model=str((args.run / "target").absolute()),
+        drafter=(args.run / "length_head" / "drafter").absolute(),
+        settings=PluginSettings(log=log, swap_root=str(work / "drafters"), length=LengthSettings(gamma=1.3)),
+        preset="cpu",
+        algorithm="DFLASH",
+        port=PORT,
+        context_length=640,
+        extra=("--disable-radix-cache",),
+    )
+
+
+def cpu_seconds(server: ServerProcess) -> float:
+    """Of the server and everything it started."""
+    root = psutil.Process(server.process.pid)
+    return sum(sum(p.cpu_times()[:2]) for p in [root, *root.children(recursive=True)])
+
+
+def one_workload(args: argparse.Namespace, launch: Launch, work: Path) -> tuple[float, int]:
+    """(CPU seconds, tokens) of answering the prompts on a fresh server."""
+    prompts = [json.loads(line)["prompt_ids"] for line in (args.run / "responses" / "heldout.jsonl").open()]
+    with running_server(launch, work / "server.log") as server:
+        client = SGLangClient(ServerAddress(server.url), 120.0)
+
+        def ask(prompt: list[int]) -> int:
+            sampling = {"temperature": 0, "max_new_tokens": args.tokens, "ignore_eos": True}
+            return len(client.generate({"input_ids": prompt, "sampling_params": sampling})["output_ids"])
+
+        ask(prompts[0])
+        before = cpu_seconds(server)
+        tokens = sum(ask(prompt) for prompt in prompts[1 : 1 + args.requests])
+        return cpu_seconds(server) - before, tokens
+
+
+def logging_cost(args: argparse.Namespace, work: Path) -> None:
+    """Paired runs, the order turned over each time."""
+    ratios = []
+    for pair in range(args.pairs):
+        spent = {}
+        order = ["", str(work / f"spool-{pair}")]
+        for log in order if pair % 2 else order[::-1]:
+            spent[bool(log)], tokens = one_workload(args, make_launch(args, work, log), work)
+        ratios.append(spent[True] / spent[False])
+        print(f"pair {pair}: {spent[False]:.2f} CPU-s without, {spent[True]:.2f} with, {tokens} tokens")
+    spread = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
+    print(f"CPU time with the log / without: {statistics.mean(ratios):.4f} ± {spread:.4f} (standard error)")
+
+
+def swap_pause(args: argparse.Namespace, work: Path) -> None:
+    """The offline and the first trained drafter take turns."""
+    launch = make_launch(args, work, "")
+    drafters = [args.run / "train" / "drafter", args.run / "length_head" / "drafter"]
+    megabytes = (drafters[0] / "model.safetensors").stat().st_size / 1e6
+    with running_server(launch, work / "server.log") as server:
+        client = SGLangClient(ServerAddress(server.url), 120.0)
+        swapper = SGLangServer(client, drafter_root=work / "drafters")
+        pauses = [swapper.swap(drafters[n % 2]).pause_ms for n in range(args.swaps)]
+    median = statistics.median(pauses)
+    print(
+        f"swap of {megabytes:.0f} MB: pause {median:.1f} ms (median of {args.swaps}), "
+        f"{median / megabytes * 100:.1f} ms per 100 MB"
+    )
+
+
+def sample_record(number: int) -> VerificationRecord:
+    """About what a chat answer leaves: 200 prompt and 400 output tokens, blocks of 16, 5 tokens a round."""
+    rounds = [
+        Round(start=200 + 5 * i, drafter_version="v1", verify_len=8, accepted=4, draft_ids=[50_000] * 15)
+        for i in range(79)
+    ]
+    return VerificationRecord(
+        request_id=f"r{number}",
+        conversation_key=f"c{number}",
+        time=0.0,
+        target_id="t",
+        sampling=Sampling(temperature=0.0, top_p=1.0, top_k=0),
+        prompt_ids=[50_000] * 200,
+        output_ids=[50_000] * 400,
+        rounds=rounds,
+        finish_reason="length",
+        block_size=16,
+    )
+
+
+def transport_speed(name: str, place: str, count: int) -> None:
+    """Records a second of CPU and of time, written and read."""
+    records = [sample_record(n) for n in range(count)]
+    size = len(msgspec.json.encode(records[0]))
+    writer = open_writer(place, capacity=count)
+    writing = timed(lambda: ([writer.write(r) for r in records], writer.flush(120.0)))
+    writer.close()
+    reader = open_reader(place, "benchmark")
+    got = 0
+
+    def read_all() -> None:
+        nonlocal got
+        while deliveries := reader.read(256):
+            got += len(deliveries)
+
+    reading = timed(read_all)
+    assert got == count, f"{got} of {count}"
+    for what, (wall, cpu) in (("written", writing), ("read", reading)):
+        print(
+            f"{name}: {count / wall:.0f} records/s {what}, {cpu / count * 1e6:.0f} µs CPU each, {size} bytes"
+        )
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+@contextlib.contextmanager
+def redis_server(directory: Path) -> Iterator[str | None]:
+    """A server on the loopback, if there is one to start."""
+    binary = shutil.which("redis-server")
+    if binary is None:
+        yield None
+        return
+    command = [
+        binary,
+        "--port",
+        "31874",
+        "--bind",
+        "127.0.0.1",
+        "--dir",
+        str(directory),
+        "--appendonly",
+        "yes",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        time.sleep(1)
+        yield "redis://127.0.0.1:31874/0?stream=records"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="*", default=["transports", "swap", "logging"])
+    parser.add_argument(
+        "--run", type=Path, default=Path("outputs/sglang"), help="Output of `make demo-sglang`."
+    )
+    parser.add_argument("--python", default=".venv-sglang/bin/python", help="Interpreter that has SGLang.")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--swaps", type=int, default=11)
+    parser.add_argument("--records", type=int, default=3000)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        if "transports" in args.what:
+            transport_speed("spool", str(work / "spool"), args.records)
+            with redis_server(work) as address:
+                if address is not None:
+                    transport_speed("redis", address, args.records)
+        if "swap" in args.what:
+            swap_pause(args, work)
+        if "logging" in args.what:
+            logging_cost(args, work)
+
+
+if __name__ == "__main__":
+    main()
