@@ -142,7 +142,6 @@ def test_the_admin_key_goes_before_the_other(desk: Desk) -> None:
     assert server.swap(desk.second).new_version == "v2"
 
 
-# BUG SGLangClient: the session takes proxies (and, from .netrc, credentials in place of the key) from the environment.
 def test_this_machine_is_not_reached_through_a_proxy(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{closed_port()}")
     assert desk.server().drafter_version == "v1"
@@ -332,7 +331,6 @@ def test_a_commit_that_does_nothing_is_noticed(desk: Desk) -> None:
     assert desk.serves(desk.first)
 
 
-# BUG _swap_directory: the refused rollback hides what happened, and as SwapError it means that nothing changed.
 def test_a_rollback_that_fails_leaves_a_lost_server(desk: Desk) -> None:
     desk.fake.after["commit"] = lambda body: change_target(desk)
     desk.fake.before["rollback"] = lambda body: REFUSED
@@ -341,7 +339,6 @@ def test_a_rollback_that_fails_leaves_a_lost_server(desk: Desk) -> None:
     assert not desk.fake.paused
 
 
-# BUG _swap_directory: the new drafter serves, though SwapError says that nothing changed.
 def test_checks_that_fail_after_the_commit_take_the_swap_back(desk: Desk) -> None:
     def break_checks(body: dict[str, Any]) -> None:
         desk.fake.before[CHECK] = lambda body: BROKEN
@@ -352,7 +349,6 @@ def test_checks_that_fail_after_the_commit_take_the_swap_back(desk: Desk) -> Non
     assert desk.serves(desk.first) or isinstance(caught.value, ServerLost)
 
 
-# BUG checksum: an answer without checksums gives "" twice, which passes for "unchanged".
 @pytest.mark.parametrize("answer", [{"success": True, "message": ""}, {"ranks": []}, {"ranks": [{}]}, []])
 def test_a_checksum_that_was_not_given_is_not_taken_for_one(desk: Desk, answer: Any) -> None:
     desk.fake.before[CHECK] = lambda body: (200, answer)
@@ -383,8 +379,6 @@ def test_requests_go_on_whatever_happens(desk: Desk, step: str, answer: tuple[in
         assert desk.serves(desk.first)
 
 
-# BUG paused: the pause itself lies outside the `try`: a server that paused, but whose answer was lost or came too
-# late, is never told to go on.
 @pytest.mark.parametrize("answer", [BROKEN, DROP], ids=["broken", "dropped"])
 def test_requests_go_on_after_a_pause_whose_answer_was_lost(desk: Desk, answer: tuple[int, Any]) -> None:
     forbid(desk, PAUSE, answer, late=True)
@@ -402,7 +396,6 @@ def test_going_on_is_tried_again(desk: Desk) -> None:
     assert refusals == []
 
 
-# BUG _resume: a server that stays paused serves nobody, which SwapError ("it still runs") does not say.
 def test_a_server_that_does_not_go_on_is_lost(desk: Desk) -> None:
     desk.fake.before[CONTINUE] = lambda body: BROKEN
     with pytest.raises(ServerLost):
@@ -435,8 +428,6 @@ def test_old_directories_leave_and_the_served_one_stays(desk: Desk, tmp_path: Pa
     assert (desk.root / "notes").is_dir(), "what we did not put there is not ours"
 
 
-# BUG _place, _tidy: copytree takes over the source's times, so "most recent" is not by placing; and
-# _swap_directory passes the old *version* where a directory's name is compared, so the drafter before is not kept.
 def test_the_drafter_before_stays_for_a_rollback(desk: Desk, tmp_path: Path) -> None:
     server = desk.server()
     for number in range(3, 3 + KEPT_DRAFTERS + 1):
@@ -563,7 +554,6 @@ def other_layers(place: Path) -> Path:
     return write_drafter(place, seed=3, layer_ids=(0, 1))
 
 
-# BUG _check_fits: only shapes of tensors are compared, which say nothing of block size, target, or layers read.
 @pytest.mark.parametrize("write", [block_of_eight, other_target, other_layers])
 def test_another_kind_of_drafter_never_reaches_a_stock_server(
     stock: Stock, tmp_path: Path, write: Callable[[Path], Path]
@@ -616,15 +606,12 @@ def test_without_an_answer_nothing_more_is_sent(stock: Stock) -> None:
     assert not stock.fake.paused
 
 
-# BUG _swap_tensors: nothing was sent, yet the last good drafter is "put back", and when that fails for the same reason
-# the server is called lost.
 def test_tensors_that_cannot_be_shared_change_nothing(stock: Stock) -> None:
     stock.sharing.failure = SwapError("its tensors could not be shared")
     assert "could not be shared" in stock.refusal()
     assert stock.fake.controls() == []
 
 
-# BUG _check_fits: safetensors' own error gets out.
 def test_a_last_good_drafter_that_is_gone_is_told(stock: Stock, tmp_path: Path) -> None:
     assert "gone" in stock.refusal(last_good=tmp_path / "gone")
     assert stock.fake.controls() == []

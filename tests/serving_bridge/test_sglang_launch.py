@@ -138,7 +138,6 @@ def test_what_is_shown_can_be_pasted(preset: str) -> None:
     assert pasted(started.shown()) == [*variables, *started.arguments()]
 
 
-# BUG shown: the line breaks are put in by replacing " --", inside quoted arguments as well.
 def test_what_is_shown_can_be_pasted_whatever_the_arguments_hold() -> None:
     started = launch(extra=("--note", "first --second"))
     assert pasted(started.shown())[-1] == "first --second"
@@ -153,12 +152,10 @@ def test_keys_are_not_shown() -> None:
     assert "s3cret-b" in started.arguments()
 
 
-# BUG image_line: the image's line holds the keys in clear.
 def test_keys_are_not_shown_in_the_images_line() -> None:
     assert "s3cret" not in launch(api_key="s3cret-a", admin_key="s3cret-b").image_line()
 
 
-# BUG shown, image_line: the password of a log's address is shown with the settings.
 def test_the_logs_password_is_not_shown() -> None:
     settings = PluginSettings(log="redis://user:s3cret@10.0.0.5:6379/0?stream=records")
     started = launch(settings=settings)
@@ -201,13 +198,11 @@ def test_a_hub_name_and_a_broker_are_not_mounted() -> None:
     ]
 
 
-# BUG image_line: a spool may be written `spool:PATH` (see transports.py); it would be lost with the container.
 def test_a_spool_is_mounted_however_it_is_written() -> None:
     line = launch(settings=PluginSettings(log="spool:/data/spool")).image_line()
     assert "/data/spool:/data/spool" in mounts(line)
 
 
-# BUG image_line: docker takes absolute paths only, and refuses one given twice.
 def test_mounts_are_absolute_and_given_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     settings = PluginSettings(log="/data", swap_root="/data")

@@ -221,7 +221,6 @@ def test_a_client_cannot_ask_for_more_than_the_share() -> None:
     assert not info({"draftsmith_log": True}, log_share=0.0).log
 
 
-# BUG in_share: encode() of a lone surrogate, which JSON can carry ("\ud800"), raises inside the scheduler.
 @pytest.mark.parametrize(
     ("request_id", "said"), [("r0", {"draftsmith_conversation": "\ud800"}), ("\ud800", None)]
 )
@@ -294,7 +293,6 @@ def test_a_redaction_that_fails_drops_counts_and_stays_quiet(monkeypatch: pytest
     assert recorder.skipped["redaction_failed"] == 2
 
 
-# BUG Recorder._redacted: whatever the redaction returns is written; a dict even reaches the log.
 @pytest.mark.parametrize("returned", [{"request_id": "r0"}, True, "text"])
 def test_a_redaction_that_returns_no_record_drops_and_counts(
     monkeypatch: pytest.MonkeyPatch, returned: Any
@@ -314,7 +312,6 @@ def test_a_redaction_that_cannot_be_imported_is_refused_at_once(name: str) -> No
         make_recorder(Kept(), redact=name)
 
 
-# BUG _import_redaction: not checked to be callable, so every record would be dropped, with one line in the log.
 def test_a_redaction_that_is_no_function_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     name = install_redaction(monkeypatch, {"not": "a function"})
     with pytest.raises(SettingsError, match="redact"):

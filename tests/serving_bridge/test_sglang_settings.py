@@ -99,7 +99,6 @@ def test_a_wrong_field_is_named(said: dict[str, Any], field: str) -> None:
     assert field in message
 
 
-# BUG load_settings: "²".isdigit() is true, but int("²") fails later, inside the scheduler.
 def test_a_load_must_be_a_number_that_can_be_read() -> None:
     assert "length.gamma_by_load" in refusal(json.dumps({"length": {"gamma_by_load": {"²": 1.0}}}))
 
@@ -124,7 +123,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert "absent.json" in message
 
 
-# BUG load_settings: read_text raises UnicodeDecodeError, which is no OSError.
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "plugin.json"
     path.write_bytes(b'{"log": "\xff"}')
