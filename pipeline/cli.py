@@ -26,6 +26,7 @@ from pipeline.invocation import (
     SetOption,
     SpoolOption,
     command,
+    read_config,
 )
 from pipeline.stage_plan import check_drafter
 
@@ -63,7 +64,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-data_app = typer.Typer(no_args_is_help=True, help="Prepare training data: let the target answer the prompts.")
+data_app = typer.Typer(
+    no_args_is_help=True, help="Prepare training data: answers of the target, records of servers."
+)
 app.add_typer(data_app, name="data", rich_help_panel=STAGES)
 app.add_typer(deploy_app, name="deploy", rich_help_panel=STAGES)
 retrain_app = typer.Typer(no_args_is_help=True, help="Online rounds for schedulers.")
@@ -132,6 +135,34 @@ def regenerate(
         return regenerate_responses(call.config)
 
     call.execute("data regenerate", stage, then="train")
+
+
+@command(data_app, "collect")
+def collect(
+    config: ConfigArgument,
+    upstream: Annotated[
+        str, typer.Option("--from", metavar="URL", show_default=False, help="The server that answers.")
+    ],
+    port: Annotated[
+        int, typer.Option(metavar="PORT", help="Port on the loopback that clients talk to.")
+    ] = 30001,
+    assignments: SetOption = None,
+    output: OutputOption = None,
+    spool: SpoolOption = None,
+) -> None:
+    """Collect records from a server without the plugin.
+
+    Clients talk to this proxy, which passes everything on and notes what it can: calls of /generate with token ids. Such
+    records have no rounds: training on them works, canary and length head learn nothing from them. Ctrl-C ends it.
+
+    Writes the spool, OUTPUT/spool unless --spool or sglang.log names another.
+
+    Example: draftsmith data collect quickstart --from http://127.0.0.1:30000 --port 30001
+    """
+    from pipeline.stages.collect import collect_records
+
+    counts = collect_records(read_config(config, assignments, output), upstream, port, spool)
+    typer.echo(", ".join(f"{number} {what}" for what, number in sorted(counts.items())) or "no calls")
 
 
 @command(app, "train", STAGES)

@@ -92,7 +92,7 @@ def launch_of(config: Config, drafter: Path, model: str) -> Launch:
     try:
         return Launch(
             python=launch.python,
-            model=model,
+            model=str(Path(model).absolute()) if Path(model).is_dir() else model,
             drafter=drafter.absolute(),
             settings=plugin,
             preset=launch.preset,

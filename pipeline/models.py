@@ -75,13 +75,32 @@ def load_target(config: Config, *, dtype: str | None = None) -> TargetBundle:
         raise UserError(f"target.model: {config.target.model} cannot be loaded ({first_line})") from None
     if torch.cuda.is_available():
         model = model.to("cuda")
-    identity = TargetIdentity(
+    identity = _identity(config, source, tokenizer)
+    target = Target(model, identity, context_layer_ids(config, model.config.num_hidden_layers))
+    return TargetBundle(target, tokenizer, source, stop_token_ids(model, tokenizer))
+
+
+def read_identity(config: Config) -> TargetIdentity:
+    """Identity of the target, without its weights in memory.
+
+    Raises:
+        UserError: when its tokenizer cannot be loaded.
+    """
+    source = target_directory(config)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=config.target.revision)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise UserError(f"target.model: {config.target.model} has no tokenizer here ({first_line})") from None
+    return _identity(config, source, tokenizer)
+
+
+def _identity(config: Config, source: str, tokenizer: Any) -> TargetIdentity:
+    return TargetIdentity(
         name=target_name(config),
         revision=fingerprint(Path(source)) if Path(source).is_dir() else config.target.revision,
         tokenizer_hash=tokenizer_hash(tokenizer),
     )
-    target = Target(model, identity, context_layer_ids(config, model.config.num_hidden_layers))
-    return TargetBundle(target, tokenizer, source, stop_token_ids(model, tokenizer))
 
 
 def target_name(config: Config) -> str:

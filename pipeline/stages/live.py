@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +78,7 @@ def serve_live(config: Config) -> Path:
                 distill_online(
                     config,
                     log=log_place(config),
+                    resume=True,
                     servers=lambda _: [server],
                     should_stop=lambda: load.over,
                 )
@@ -171,7 +171,7 @@ def canary_drill(
     verdict = watch(reader, name, good, desk.bundle, config.canary, should_stop=lambda: load.over)
     if not verdict.passed:
         server.swap(good)
-    threading.Thread(target=load.join, daemon=True).start()
+    load.join()
     say(f"damaged drafter: {'kept' if verdict.passed else 'rolled back'}: {verdict.reason}")
     return verdict
 

@@ -12,10 +12,11 @@ from drafters.errors import UserError
 from pipeline.config import Config
 from pipeline.console import say, show_table
 from pipeline.fleet import connect, inspect, launch_of
+from pipeline.models import read_identity
 from pipeline.online import drafter_version_of
 from pipeline.registry import RegisteredVersion, Registry
 from pipeline.release import ReleaseDesk, gate_policy
-from pipeline.stages.context import Stage, open_stage
+from pipeline.stages.context import Stage, open_stage, registry_for
 from serving_bridge.server import SwapError, SwapReport
 from serving_bridge.sglang_launch import Launch
 from serving_bridge.sglang_server import SGLangServer
@@ -150,7 +151,7 @@ def roll_back(config: Config, urls: Sequence[str], reason: str) -> Path:
 def status(config: Config, urls: Sequence[str]) -> dict[str, Any]:
     """Registry, servers and the online state, as plain values; a server that is down is reported as such."""
     with open_stage(config, "status") as stage:
-        registry = stage.registry()
+        registry = registry_for(config, read_identity(config).target_id)
         champion, previous = registry.champion(), registry.previous_champion()
         states = [inspect(config, url) for url in urls or config.sglang.urls]
         expected = champion.tags.get("drafter_version") if champion else None
