@@ -18,10 +18,11 @@ from datamodules.streaming import record_to_document
 from drafters.dflash import DFlashDrafter
 from drafters.replay import draft_all_anchors
 from pipeline.config import CanaryConfig
+from pipeline.console import say
 from pipeline.models import TargetBundle, load_drafter_for
 from pipeline.sequential import SignTest
 from serving_bridge.records import VerificationRecord
-from serving_bridge.transport import LogReader
+from serving_bridge.transport import Delivery, LogReader
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def watch(
     while True:
         # asked before reading: what was written before the word to stop is still read
         stopping = should_stop()
-        deliveries = reader.read(config.min_records)
+        deliveries = _read(reader, config.min_records)
         news = [d.record for d in deliveries if uses(d.record, drafter_version)]
         # one by one, or a batch of records would be one look where the test allows many
         for score in score_records(news, drafter_version, drafter, bundle):
@@ -105,6 +106,15 @@ def watch(
             )
         if not deliveries:
             time.sleep(poll_s)
+
+
+def _read(reader: LogReader, limit: int) -> list[Delivery]:
+    """What is there; nothing while the log cannot be reached."""
+    try:
+        return reader.read(limit)
+    except OSError as error:
+        say(f"canary: the record log cannot be read ({error})")
+        return []
 
 
 def _verdict(scores: Sequence[RecordScore], config: CanaryConfig, passed: bool, how: str) -> CanaryVerdict:

@@ -8,6 +8,7 @@ same version), the server is brought to the champion, and the round is settled.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,8 +27,11 @@ from pipeline.gate import Verdict
 from pipeline.registry import RegisteredVersion
 from pipeline.release import ReleaseDesk
 from pipeline.result import write_json
-from serving_bridge.server import DraftServer, SwapError, SwapReport
+from serving_bridge.server import DraftServer, ServerLost, SwapError, SwapReport
 from serving_bridge.transport import LogReader
+
+KEPT_ROUNDS = 4
+"""Rounds whose drafter stays on this disk."""
 
 Outcome = Literal["champion", "refused", "rolled_back", "swap_failed"]
 Phase = Literal["collect", "register", "gate", "swap", "canary"]
@@ -131,22 +135,31 @@ class OnlinePublisher:
         return len(self.state.outcomes)
 
     def reconcile(self) -> None:
-        """Bring every server to the champion: after a crash one may run an unproven challenger or an older drafter."""
+        """Bring every server to the champion, and let it go on: a crash may have left it paused, or on another drafter.
+
+        Raises:
+            UserError: naming a server that does not answer or will not swap.
+        """
         champion = self.desk.registry.champion()
-        if champion is None:
-            return
-        checkpoint = self.desk.checkpoint(champion.version)
-        expected = drafter_version_of(checkpoint)
+        checkpoint = None if champion is None else self.desk.checkpoint(champion.version)
         try:
-            behind = [s for s in self.servers if s.drafter_version != expected]
+            for server in self.servers:
+                server.resume()
+            behind = [
+                server
+                for server in self.servers
+                if checkpoint is not None and server.drafter_version != drafter_version_of(checkpoint)
+            ]
         except SwapError as error:
             raise UserError(
                 f"{error}; start the server, or leave it out, and continue with --resume"
             ) from error
-        self._bring_back(behind, checkpoint)
+        if checkpoint is not None:
+            self._bring_back(behind, checkpoint)
 
     def publish(self, module: OPDModule, datamodule: StreamingDataModule, round_index: int) -> None:
         """Settle one round; see `Publisher`."""
+        self._follow()
         self._enter("register", round_index)
         directory = self._export(module, round_index)
         counts = dict(datamodule.stream.counts)
@@ -182,21 +195,40 @@ class OnlinePublisher:
                 self._enter("canary", round_index)
                 canary = self._watch(reader, checkpoint, previous)
                 if not canary.passed:
-                    self.desk.registry.refuse(version, f"rolled back by the canary: {canary.reason}")
+                    # servers first: the registry may be the very thing that fails
                     self._bring_back(first, previous)
+                    self.desk.registry.refuse(version, f"rolled back by the canary: {canary.reason}")
                     outcome = RoundOutcome(round_index, version, "rolled_back", canary.reason)
                     self._settle(outcome, verdict, canary, counts)
                     return
             self._swap_all(rest, checkpoint, previous, undo=first)
+        except ServerLost as error:
+            # says nothing of the drafter, so it is not refused; the next start or round finds out what the server runs
+            self._settle(
+                RoundOutcome(round_index, version, "swap_failed", str(error)), verdict, canary, counts
+            )
+            return
         except SwapError as error:
             self.desk.registry.refuse(version, f"swap failed: {error}")
             self._settle(
                 RoundOutcome(round_index, version, "swap_failed", str(error)), verdict, canary, counts
             )
             return
+        except Exception:
+            # nobody may go on serving what was not judged to the end
+            if previous is not None:
+                self._bring_back(first, previous)
+            raise
         reason = verdict.reason if canary is None else f"{verdict.reason}; canary: {canary.reason}"
         self.desk.registry.promote(version, reason=reason)
         self._settle(RoundOutcome(round_index, version, "champion", reason), verdict, canary, counts)
+
+    def _follow(self) -> None:
+        """Servers that were restarted meanwhile run the drafter of their command line: bring them to the champion."""
+        try:
+            self.reconcile()
+        except UserError as error:
+            say(f"not all servers follow: {error}")
 
     def _watch(self, reader: LogReader, checkpoint: Path, previous: Path) -> CanaryVerdict:
         return watch(
@@ -282,7 +314,15 @@ class OnlinePublisher:
         self.state.outcomes.append(outcome)
         self.state.phase, self.state.version = "collect", None
         self._save()
+        self._forget_old_rounds()
         say(f"round {outcome.round_index}: version {outcome.version} {outcome.outcome}: {outcome.reason}")
+
+    def _forget_old_rounds(self) -> None:
+        """Local copies of drafters are in the registry as well; a service of months must not fill its disk with them."""
+        rounds = sorted((self.directory / "rounds").glob("[0-9]*"))
+        for old in rounds[:-KEPT_ROUNDS]:
+            shutil.rmtree(old, ignore_errors=True)
+        self.desk.forget_versions(KEPT_ROUNDS)
 
     def _save(self) -> None:
         write_json(self.state_path, asdict(self.state))

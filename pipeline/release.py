@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +95,14 @@ class ReleaseDesk:
     def checkpoint(self, version: int) -> Path:
         """A local copy of a registered version, downloaded once and verified at every call."""
         return self.registry.download(version, self.workspace / f"version-{version}")
+
+    def forget_versions(self, keep: int) -> None:
+        """Delete local copies but those of champion, previous champion and the latest `keep` versions."""
+        named = {v.version for v in (self.registry.champion(), self.registry.previous_champion()) if v}
+        copies = {int(p.name.removeprefix("version-")): p for p in self.workspace.glob("version-[0-9]*")}
+        for number in sorted(copies)[:-keep]:
+            if number not in named:
+                shutil.rmtree(copies[number], ignore_errors=True)
 
     def _reloads_equal(self, directory: Path, version: int) -> bool:
         return drafter_digest(self.checkpoint(version)) == drafter_digest(directory)

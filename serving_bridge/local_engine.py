@@ -115,6 +115,9 @@ class LocalEngine:
             self._wake.notify()
         return future
 
+    def resume(self) -> None:
+        """See `DraftServer`; a swap here holds nothing up."""
+
     def swap(self, directory: Path) -> SwapReport:
         """Serve another checkpoint from the next round of each request on; see `DraftServer`.
 

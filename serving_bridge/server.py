@@ -48,6 +48,14 @@ class DraftServer(Protocol):
         """
         ...
 
+    def resume(self) -> None:
+        """Make sure that requests are not held up by a swap that was cut off.
+
+        Raises:
+            ServerLost: when the server does not answer.
+        """
+        ...
+
     def swap(self, directory: Path) -> SwapReport:
         """Replace drafter and length head by a serving checkpoint, without stopping requests.
 

@@ -13,7 +13,19 @@ import requests
 
 from serving_bridge.server import ServerLost, SwapError
 
+CONTROL_PATHS = {
+    "/pause_generation",
+    "/continue_generation",
+    "/begin_weight_update",
+    "/update_weights_from_tensor",
+    "/end_weight_update",
+    "/weights_checker",
+}
+"""Endpoints that take the admin key where a server has one."""
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+RESUME_ATTEMPTS = 6
+RESUME_WAIT_S = 0.2
+"""Doubled at each attempt: about six seconds in all."""
 STATUS_KEY = "draftsmith"
 """Of a server's internal state, where the plugin leaves its own."""
 
@@ -54,9 +66,6 @@ class SGLangClient:
         self._session = requests.Session()
         # a proxy or a .netrc of the environment must neither see nor replace the key
         self._session.trust_env = False
-        key = address.admin_key or address.api_key
-        if key:
-            self._session.headers["Authorization"] = f"Bearer {key}"
 
     @property
     def url(self) -> str:
@@ -115,20 +124,34 @@ class SGLangClient:
             self._resume()
             pause.milliseconds = (time.perf_counter() - started) * 1000
 
+    def resume(self) -> None:
+        """Let requests go on; harmless where nothing is paused."""
+        self.post("/continue_generation", {})
+
     def _resume(self) -> None:
-        for attempt in range(3):
+        for attempt in range(RESUME_ATTEMPTS):
             try:
-                self.post("/continue_generation", {})
+                self.resume()
                 return
             except SwapError as error:
                 # a paused server serves nobody: the one call worth repeating
-                if attempt == 2:
+                if attempt == RESUME_ATTEMPTS - 1:
                     raise ServerLost(f"{error}; should the server be paused, restart it") from error
-                time.sleep(0.2 * (attempt + 1))
+                time.sleep(RESUME_WAIT_S * 2**attempt)
+
+    def _headers(self, path: str) -> dict[str, str]:
+        # with two keys, each class of endpoints takes its own alone
+        first, second = self.address.api_key, self.address.admin_key
+        if path in CONTROL_PATHS:
+            first, second = second, first
+        key = first or second
+        return {"Authorization": f"Bearer {key}"} if key else {}
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         try:
-            response = self._session.request(method, self.url + path, json=body, timeout=self.timeout_s)
+            response = self._session.request(
+                method, self.url + path, json=body, headers=self._headers(path), timeout=self.timeout_s
+            )
         except requests.RequestException as error:
             reason = type(error).__name__
             raise ServerLost(f"{self.url}{path}: no answer ({reason}); is the server running?") from error

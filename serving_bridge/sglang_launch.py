@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from serving_bridge.sglang_cpu import environment as cpu_environment
-from serving_bridge.sglang_plugin.settings import SETTINGS_VARIABLE, PluginSettings
+from serving_bridge.sglang_plugin.settings import SETTINGS_VARIABLE, PluginSettings, without_password
 
 IMAGE = "lmsysorg/sglang:v0.5.23"
 """SGLang's own image; the plugin is installed into it by `pip install --no-deps draftsmith`."""
@@ -50,10 +49,10 @@ class Launch:
     extra: tuple[str, ...] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
-        if self.host not in {"127.0.0.1", "localhost", "::1"} and not (self.admin_key or self.api_key):
+        if self.host not in {"127.0.0.1", "localhost", "::1"} and not self.admin_key:
             raise ValueError(
-                f"--host {self.host}: reachable from other machines, so anyone there could change what it serves; "
-                "give --admin-key"
+                f"--host {self.host}: reachable from other machines, so anyone there, or every user with the API key, could "
+                "change what it serves; give an admin key"
             )
 
     def arguments(self) -> list[str]:
@@ -102,7 +101,7 @@ class Launch:
     def shown(self) -> str:
         """For a shell, one argument a line; keys are left out, as a screen is no place for them."""
         variables = [
-            f"{name}={shlex.quote(_without_password(value))}"
+            f"{name}={shlex.quote(without_password(value))}"
             for name, value in sorted(self.variables().items())
         ]
         lines = [""]
@@ -124,20 +123,14 @@ class Launch:
     def image_line(self) -> str:
         """The same in SGLang's container image."""
         inner = " ".join(shlex.quote(w) for w in ["python3", *self._hidden()[1:]])
+        packages = "draftsmith redis" if self.settings.log.startswith("redis") else "draftsmith"
         log, root = self.settings.log.removeprefix("spool:"), self.settings.swap_root
         mounts = [str(self.drafter.absolute()), *(d for d in (log, root) if d.startswith("/"))]
         if Path(self.model).is_absolute():
             mounts.append(self.model)
         volumes = " ".join(f"-v {shlex.quote(m)}:{shlex.quote(m)}" for m in dict.fromkeys(mounts))
-        settings = shlex.quote(
-            f"{SETTINGS_VARIABLE}={_without_password(self.variables()[SETTINGS_VARIABLE])}"
-        )
+        settings = shlex.quote(f"{SETTINGS_VARIABLE}={without_password(self.variables()[SETTINGS_VARIABLE])}")
         return (
             f"docker run --gpus all --ipc=host --network=host {volumes} -e {settings} {IMAGE} "
-            f"bash -c {shlex.quote('pip install --no-deps draftsmith && exec ' + inner)}"
+            f"bash -c {shlex.quote(f'pip install --no-deps {packages} && exec {inner}')}"
         )
-
-
-def _without_password(text: str) -> str:
-    """Of `scheme://user:password@host`, what a screen may show."""
-    return re.sub(r"(://[^/@:\s]*:)[^@/]*@", r"\1***@", text)

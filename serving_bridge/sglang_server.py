@@ -8,6 +8,7 @@ machine only, and knows nothing of checks: they are made here, before anything i
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import shutil
 import subprocess
@@ -40,6 +41,7 @@ class SGLangServer:
         last_good: checkpoint that a stock server runs; the plugin's tells itself.
         deadline_s: for a swap as a whole, the reading of the weights included.
         verify_target: compare the target's checksum before and after; costs the server a pass over its weights.
+        settle_s: how long a server that fell silent in the middle of a swap is asked what it serves.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class SGLangServer:
         last_good: Path | None = None,
         deadline_s: float = 120.0,
         verify_target: bool = True,
+        settle_s: float = 15.0,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self.client = client
@@ -57,6 +60,8 @@ class SGLangServer:
         self.last_good = last_good
         self.deadline_s = deadline_s
         self.verify_target = verify_target
+        self.settle_s = settle_s
+        self._before: Path | None = None
         self._sleep = sleep
 
     @property
@@ -66,6 +71,10 @@ class SGLangServer:
         if status is not None:
             return str(status["drafter"]["drafter_version"])
         return self.client.weight_version()
+
+    def resume(self) -> None:
+        """See `DraftServer`."""
+        self.client.resume()
 
     def swap(self, directory: Path) -> SwapReport:
         """See `DraftServer`.
@@ -94,6 +103,12 @@ class SGLangServer:
             self._order("rollback")
         return self.drafter_version
 
+    def take_back(self) -> str:
+        """Undo the swap that this object made last, whatever the route; the version then serving."""
+        if self._before is not None:
+            return self.swap(self._before).new_version
+        return self.roll_back()
+
     # through a directory
 
     def _swap_directory(
@@ -105,32 +120,45 @@ class SGLangServer:
         digest = file_sha256(placed / MANIFEST)
         draft_before, target_before = self._checksums()
         deadline = time.monotonic() + self.deadline_s
-        with self.client.paused():
+        with self.client.paused() as first_pause:
             self._order("stage", placed.name, digest)
         self._wait_staged(digest, deadline)
-        with self.client.paused() as pause:
-            self._order("commit", placed.name, digest, weight_version=new)
-        draft_after = target_after = ""
-        problem = None
         try:
+            with self.client.paused() as pause:
+                self._order("commit", placed.name, digest, weight_version=new)
             draft_after, target_after = self._checksums()
             if target_after != target_before:
-                problem = "the target's weights changed during the swap"
-            elif (version := self.drafter_version) != new:
-                problem = f"the server reports version {version} after a swap to {new}"
-        except ServerLost:
-            raise
+                raise SwapError(f"{self.client.url}: the target's weights changed during the swap")
+            if (version := self.drafter_version) != new:
+                raise SwapError(f"{self.client.url}: reports version {version} after a swap to {new}")
         except SwapError as error:
-            problem = str(error)
-        if problem is not None:
-            try:
-                if self.drafter_version != old:
-                    self.roll_back()
-            except SwapError as second:
-                raise ServerLost(f"{problem}; and {old} could not be put back ({second})") from second
-            raise SwapError(f"{self.client.url}: {problem}; rolled back to {old}")
+            # whatever the answer was, or if there was none: the server may have committed
+            if self._put_back(old, error):
+                raise SwapError(f"{error}; rolled back to {old}") from error
+            raise
         self._tidy(placed.name, Path(str(status["drafter"]["directory"])).name)
-        return SwapReport(old, new, draft_after, target_after, pause.milliseconds, draft_before, "directory")
+        paused_ms = first_pause.milliseconds + pause.milliseconds
+        return SwapReport(old, new, draft_after, target_after, paused_ms, draft_before, "directory")
+
+    def _put_back(self, old: str, problem: SwapError) -> bool:
+        """Make sure that the old drafter serves, unpaused; whether it had to be put back.
+
+        Raises:
+            ServerLost: when that is not to be had within `settle_s`.
+        """
+        deadline = time.monotonic() + self.settle_s
+        while True:
+            try:
+                changed = self.drafter_version != old
+                if changed:
+                    self.roll_back()
+                self.client.resume()
+                return changed
+            except SwapError as second:
+                lost = isinstance(second, ServerLost)
+                if not lost or time.monotonic() > deadline:
+                    raise ServerLost(f"{problem}; and {old} could not be put back ({second})") from problem
+            self._sleep(0.5)
 
     def _check_plugin(self, status: dict[str, Any], manifest: dict[str, Any]) -> None:
         if status.get("missing_hooks"):
@@ -173,10 +201,16 @@ class SGLangServer:
         return place
 
     def _tidy(self, *in_use: str) -> None:
-        """Old drafters leave, the most recent ones stay for rollbacks."""
+        """Old drafters leave, the most recent ones stay for rollbacks. The swap is done: nothing here may fail it."""
         assert self.drafter_root is not None
-        status = self.client.plugin_status()
-        served = Path(status["drafter"]["directory"]).name if status else ""
+        served = ""
+        with contextlib.suppress(SwapError):
+            status = self.client.plugin_status()
+            served = Path(status["drafter"]["directory"]).name if status else ""
+        for left in self.drafter_root.glob(".incoming.*"):
+            # of a client that was killed; a copy under way is younger
+            if time.time() - left.stat().st_mtime > 3600:
+                shutil.rmtree(left, ignore_errors=True)
         placed = sorted(self.drafter_root.glob("drafter-*"), key=lambda p: p.stat().st_mtime, reverse=True)
         for old in placed[KEPT_DRAFTERS:]:
             if old.name not in {served, *in_use}:
@@ -249,7 +283,7 @@ class SGLangServer:
                         f"{error}; and the last good drafter could not be put back ({second}): restart the server"
                     ) from error
                 raise
-        self.last_good = directory
+        self._before, self.last_good = last_good, directory
         return SwapReport(
             old,
             new,
@@ -263,7 +297,7 @@ class SGLangServer:
 
     def _push(self, payload: list[str], version: str) -> Pause:
         with self.client.paused() as pause:
-            self.client.post("/begin_weight_update", {"selector": "draft"})
+            self._begin()
             try:
                 self.client.post(
                     "/update_weights_from_tensor",
@@ -278,6 +312,16 @@ class SGLangServer:
             finally:
                 self.client.post("/end_weight_update", {})
         return pause
+
+    def _begin(self) -> None:
+        try:
+            self.client.post("/begin_weight_update", {"selector": "draft"})
+        except SwapError as error:
+            if "already open" not in str(error):
+                raise
+            # left open by a client that was killed
+            self.client.post("/end_weight_update", {})
+            self.client.post("/begin_weight_update", {"selector": "draft"})
 
 
 class SharedTensors:

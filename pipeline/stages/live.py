@@ -201,7 +201,7 @@ def summarise(
         "records_written": log.get("written"),
         "records_dropped": log.get("dropped"),
         "rolled_back": []
-        if verdict.passed
+        if verdict.passed or verdict.live is None
         else [{"drafter": f"{config.name}-damaged", "reason": verdict.reason, "records": verdict.records}],
         "verified_rows": status.get("verified_rows"),
         "drafted_rows": status.get("drafted_rows"),

@@ -90,17 +90,6 @@ def distill_online(
             loaded.length_head.train() if loaded.length_head is not None else None,
             feature_cache_bytes=settings.feature_cache_mib * 2**20,
         )
-        reader = open_reader(log, READER)
-        reader.commit(reader.cursor)
-        datamodule = StreamingDataModule(
-            reader,
-            stream_spec(settings),
-            PackingSpec(1, settings.anchors_per_document, settings.anchor_source, settings.max_length),
-            target_id=bundle.target.identity.target_id,
-            seed=config.seed,
-            offline=train if settings.replay_buffer.seed_offline else (),
-            should_stop=stopping,
-        )
         publisher = OnlinePublisher(
             stage.output,
             desk,
@@ -113,6 +102,17 @@ def distill_online(
             should_stop=terminated,
         )
         publisher.reconcile()
+        reader = open_reader(log, READER)
+        reader.commit(reader.cursor)
+        datamodule = StreamingDataModule(
+            reader,
+            stream_spec(settings),
+            PackingSpec(1, settings.anchors_per_document, settings.anchor_source, settings.max_length),
+            target_id=bundle.target.identity.target_id,
+            seed=config.seed,
+            offline=train if settings.replay_buffer.seed_offline else (),
+            should_stop=stopping,
+        )
         trainer = online_trainer(
             stage.output,
             settings,

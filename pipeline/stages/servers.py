@@ -74,7 +74,7 @@ def _take_back(servers: Sequence[SGLangServer]) -> str:
     notes = []
     for server in servers:
         try:
-            notes.append(f"{server.client.url} is back on {server.roll_back()}")
+            notes.append(f"{server.client.url} is back on {server.take_back()}")
         except SwapError as error:
             notes.append(f"{server.client.url} could not be taken back ({error})")
     return "; ".join(notes)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
-from serving_bridge.sglang_plugin.settings import SETTINGS_VARIABLE, load_settings
+SETTINGS_VARIABLE = "DRAFTSMITH_SGLANG"
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 _log = logging.getLogger(__name__)
 
@@ -17,18 +19,28 @@ _log = logging.getLogger(__name__)
 def register() -> None:
     """Install the plugin's hooks in this process of SGLang.
 
-    Raises:
-        SettingsError: when the settings cannot be used. SGLang logs what a plugin raises and starts without it, so the
-            scheduler's own start is made to fail as well: serving unhooked would look like serving without traffic.
+    SGLang logs what a plugin raises and starts without it, and serving unhooked would look like serving without traffic.
+    So whatever goes wrong here, an import included, also ends the scheduler's own start.
     """
     text = os.environ.get(SETTINGS_VARIABLE, "")
     if not text:
         _log.info("draftsmith: %s is not set, nothing is hooked", SETTINGS_VARIABLE)
         return
-    from serving_bridge.sglang_plugin.hooks import install, refuse_start
-
     try:
+        from serving_bridge.sglang_plugin.hooks import install
+        from serving_bridge.sglang_plugin.settings import load_settings
+
         install(load_settings(text))
     except Exception as error:
-        refuse_start(f"draftsmith plugin: {error}")
+        refuse_start(f"draftsmith plugin: {type(error).__name__}: {error}")
         raise
+
+
+def refuse_start(reason: str) -> None:
+    """Make the scheduler of this process fail at its start with this reason."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(reason)
+
+    HookRegistry.register(f"{SCHEDULER}.__init__", fail, HookType.BEFORE)

@@ -210,6 +210,11 @@ def choose_verify_mode(wanted: str, worker: Any) -> tuple[str, str]:
     if wanted == "static":
         return "static", "as configured"
     runner = worker.target_worker.model_runner
+    if int(worker.server_args.tp_size) > 1:
+        # ranks may round a length differently, and then disagree on the shape of the pass
+        return "static", "lengths are not agreed between tensor-parallel ranks"
+    if getattr(worker, "_need_mamba_verify_commit", False):
+        return "static", "the target keeps a recurrent state"
     if getattr(runner, "decode_cuda_graph_runner", None) is not None:
         # a captured graph has whole blocks built in
         return "static", "the target runs captured graphs; --disable-cuda-graph allows compact verification"

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from serving_bridge.records import Sampling
+from serving_bridge.sglang_plugin import SCHEDULER
 from serving_bridge.sglang_plugin.admission import AdmissionEstimate
 from serving_bridge.sglang_plugin.drafter_store import DrafterStore, checked_module, read_served
 from serving_bridge.sglang_plugin.packing import cap_candidates
 from serving_bridge.sglang_plugin.recorder import Recorder, RequestLog
 from serving_bridge.sglang_plugin.rounds import RoundCapture, capture
-from serving_bridge.sglang_plugin.settings import PluginSettings
+from serving_bridge.sglang_plugin.settings import PluginSettings, without_password
 from serving_bridge.transports import open_writer
 
 _log = logging.getLogger(__name__)
@@ -40,7 +41,6 @@ WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
-SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 REQUEST = "sglang.srt.managers.schedule_batch.Req"
 
@@ -77,6 +77,7 @@ class Bridge:
             (f"{WORKER}.forward_batch_generation", self.around_forward, around),
             (f"{WORKER}._accept_block", self.around_accept, around),
             (f"{RESULTS}.process_batch_result_decode", self.around_result, around),
+            (f"{RESULTS}.process_batch_result_prefill", self.after_prefill, after),
             (f"{WEIGHTS}.update_weights_from_tensor", self.around_update, around),
             (f"{WEIGHTS}.end_weight_update", self.after_end_update, after),
             (f"{STATE}.get_internal_state", self.after_internal_state, after),
@@ -126,12 +127,17 @@ class Bridge:
         from sglang.srt.runtime_context import get_parallel
 
         server_args = worker.server_args
+        parallel = get_parallel()
+        if parallel.attn_dp_enabled:
+            raise RuntimeError(
+                "draftsmith: data-parallel attention is not supported: each of its ranks serves requests of its own, and "
+                "only the first would log them. Unset DRAFTSMITH_SGLANG to serve without the plugin."
+            )
         served = read_served(server_args.speculative_draft_model_path, self.settings.target_id)
         if not served.target_id and self.settings.log:
             raise RuntimeError(
                 f"draftsmith: {served.directory} has no manifest that names its target; set target_id in the settings"
             )
-        parallel = get_parallel()
         store = DrafterStore(
             checked_module(worker.draft_model),
             served,
@@ -211,8 +217,27 @@ class Bridge:
         if recorder is not None:
             for index, (request, before) in enumerate(zip(batch.reqs, lengths, strict=True)):
                 if before is not None:
-                    self._note_round(recorder, request, index, before, captured)
+                    self._guarded(recorder, self._note_round, request, index, before, captured)
         return outcome
+
+    def after_prefill(self, outcome: None, results: Any, batch: Any, *args: Any, **kw: Any) -> None:
+        """A request that was preempted, prefilled again, and ended by the token of that prefill."""
+        recorder = self.attached.recorder if self.attached is not None else None
+        if recorder is None:
+            return
+        for request in batch.reqs:
+            log = request.__dict__.get(_LOG_ATTRIBUTE)
+            if log is not None and request.finished():
+                self._guarded(recorder, self._note_end, request, log)
+
+    def _guarded(self, recorder: Recorder, note: Callable[..., None], *args: Any) -> None:
+        """Whatever is wrong with a record, serving goes on."""
+        try:
+            note(recorder, *args)
+        except Exception:
+            if not recorder.skipped["failed"]:
+                _log.exception("draftsmith: a record could not be made; it is dropped and counted")
+            recorder.skipped["failed"] += 1
 
     def _note_round(
         self, recorder: Recorder, request: Any, index: int, before: int, captured: RoundCapture | None
@@ -236,9 +261,11 @@ class Bridge:
             self._note_end(recorder, request, log)
 
     def _note_end(self, recorder: Recorder, request: Any, log: RequestLog) -> None:
-        if request.multimodal_inputs is not None or request.lora_id is not None:
-            # another model's text, or tokens that stand for something else than their ids
-            recorder.skipped["multimodal_or_lora"] += 1
+        # a request ends once, but may be seen ended more often
+        del request.__dict__[_LOG_ATTRIBUTE]
+        reason = unlike_the_target(request)
+        if reason is not None:
+            recorder.skipped[reason] += 1
             return
         recorder.finish(
             log,
@@ -298,7 +325,7 @@ class Bridge:
             "drafter": None if attached is None else attached.store.status(),
             "block_size": None if attached is None else int(attached.worker.block_size),
             "target_id": None if attached is None else attached.store.served.target_id,
-            "log": self.settings.log,
+            "log": without_password(self.settings.log),
             "records": None if attached is None or attached.recorder is None else attached.recorder.status(),
             "verify": getattr(None if attached is None else attached.worker, "verify_mode", "static"),
             "sampling_verified": sampling_verified(),
@@ -320,21 +347,34 @@ def install(settings: PluginSettings) -> Bridge:
     return bridge
 
 
-def refuse_start(reason: str) -> None:
-    """Make the scheduler of this process fail at its start with this reason."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(reason)
-
-    HookRegistry.register(f"{SCHEDULER}.__init__", fail, HookType.BEFORE)
-
-
 def sampling_verified() -> bool:
     """Whether this build verifies sampled requests; without the kernel, DFLASH decodes them greedily."""
     from sglang.srt.speculative.dflash_utils import is_dflash_sampling_verify_available
 
     return bool(is_dflash_sampling_verify_available())
+
+
+def unlike_the_target(request: Any) -> str | None:
+    """Why a request's text is not what the target would say to these token ids, if it is not."""
+    if (
+        getattr(request, "multimodal_inputs", None) is not None
+        or getattr(request, "lora_id", None) is not None
+    ):
+        return "multimodal_or_lora"
+    if getattr(request, "input_embeds", None) is not None:
+        return "input_embeds"
+    if getattr(request, "grammar", None) is not None or getattr(request, "custom_logit_processor", None):
+        return "constrained"
+    params = request.sampling_params
+    penalties = (
+        ("frequency_penalty", 0.0),
+        ("presence_penalty", 0.0),
+        ("repetition_penalty", 1.0),
+        ("min_p", 0.0),
+    )
+    if any(getattr(params, name, plain) != plain for name, plain in penalties) or params.logit_bias:
+        return "penalised"
+    return None
 
 
 def effective_sampling(params: Any) -> Sampling:

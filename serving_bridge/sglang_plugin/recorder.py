@@ -24,6 +24,9 @@ _log = logging.getLogger(__name__)
 PREFIX = "draftsmith_"
 """Of the keys that a client may set in a request's `custom_params`."""
 
+MAX_TOP_K_ROUNDS = 256
+"""Rounds of a request that keep the target's best tokens: they are most of a record, which must stay bounded."""
+
 Redaction = Callable[[VerificationRecord], VerificationRecord | None]
 
 
@@ -121,6 +124,8 @@ class Recorder:
         """Note one verification round."""
         if not log.info.log:
             return
+        if target_top_k is not None and len(log.rounds) >= MAX_TOP_K_ROUNDS:
+            target_top_k = None
         log.rounds.append(
             Round(
                 start=start,

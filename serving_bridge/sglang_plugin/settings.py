@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
-SETTINGS_VARIABLE = "DRAFTSMITH_SGLANG"
+from serving_bridge.sglang_plugin import SETTINGS_VARIABLE
 
 
 class SettingsError(ValueError):
@@ -83,3 +84,8 @@ def load_settings(text: str) -> PluginSettings:
     if settings.swap_root and not Path(settings.swap_root).is_absolute():
         raise SettingsError(f"{source}: swap_root must be an absolute path, not {settings.swap_root!r}")
     return settings
+
+
+def without_password(text: str) -> str:
+    """Of `scheme://user:password@host`, what a screen may show."""
+    return re.sub(r"(://[^/@:\s]*:)[^@/]*@", r"\1***@", text)

@@ -47,6 +47,10 @@ class FakeServer:
         self.swaps: list[str] = []
         self.refuses: set[str] = set()
         self.dies = False
+        self.resumed = 0
+
+    def resume(self) -> None:
+        self.resumed += 1
 
     def swap(self, directory: Path) -> SwapReport:
         new = json.loads((directory / "manifest.json").read_text())["drafter_version"]

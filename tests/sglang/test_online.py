@@ -154,7 +154,7 @@ def test_a_trainer_killed_in_its_canary_leaves_a_state_that_the_next_one_settles
         assert champion.tags["drafter_version"] == "tiny-r1"
 
 
-def test_a_server_that_died_is_named_and_nothing_is_lost(config: Config, site: Site, tmp_path: Path) -> None:
+def test_a_server_that_does_not_answer_is_named_at_the_start(config: Config, site: Site) -> None:
     process = trainer(config, site, "--resume", "--serve", "http://127.0.0.1:9")
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
