@@ -73,7 +73,7 @@ def register(
     Reads the latest drafter: of OUTPUT/length_head, else of OUTPUT/distill, else of OUTPUT/train. Writes OUTPUT/deploy and
     the registry that tracking.uri names.
 
-    Example: draftsmith deploy quickstart --drafter outputs/quickstart/distill/drafter
+    Example: draftsmith deploy register quickstart --drafter outputs/quickstart/distill/drafter
     """
     call = Invocation(config, assignments, output, dry_run)
     start = call.drafter_for("deploy", drafter)

@@ -196,8 +196,10 @@ class OnlinePublisher:
                 canary = self._watch(reader, checkpoint, previous)
                 if not canary.passed:
                     # servers first: the registry may be the very thing that fails
-                    self._bring_back(first, previous)
-                    self.desk.registry.refuse(version, f"rolled back by the canary: {canary.reason}")
+                    try:
+                        self._bring_back(first, previous)
+                    finally:
+                        self.desk.registry.refuse(version, f"rolled back by the canary: {canary.reason}")
                     outcome = RoundOutcome(round_index, version, "rolled_back", canary.reason)
                     self._settle(outcome, verdict, canary, counts)
                     return

@@ -136,15 +136,16 @@ def collecting_proxy(
                 return
             kept = {k: v for k, v in reply.headers.items() if k.lower() not in _NOT_PASSED_ON}
             if "text/event-stream" in reply.headers.get("Content-Type", ""):
+                self._note(body, b"", reply)
                 self._stream(reply, kept)
-                content = b""
             else:
-                content = reply.content
-                self._answer(reply.status_code, kept, content)
+                self._note(body, reply.content, reply)
+                self._answer(reply.status_code, kept, reply.content)
+
+        def _note(self, body: bytes, content: bytes, reply: requests.Response) -> None:
             if self.path == "/generate" and reply.ok:
                 with contextlib.suppress(ValueError):
-                    call = json.loads(body)
-                    collector.note(call, json.loads(content) if content else None)
+                    collector.note(json.loads(body), json.loads(content) if content else None)
 
         def _stream(self, reply: requests.Response, headers: Mapping[str, str]) -> None:
             self.send_response(reply.status_code)

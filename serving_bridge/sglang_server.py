@@ -134,7 +134,7 @@ class SGLangServer:
         except SwapError as error:
             # whatever the answer was, or if there was none: the server may have committed
             if self._put_back(old, error):
-                raise SwapError(f"{error}; rolled back to {old}") from error
+                raise type(error)(f"{error}; rolled back to {old}") from error
             raise
         self._tidy(placed.name, Path(str(status["drafter"]["directory"])).name)
         paused_ms = first_pause.milliseconds + pause.milliseconds

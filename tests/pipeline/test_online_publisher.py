@@ -46,6 +46,7 @@ class FakeServer:
         self.drafter_version = drafter_version
         self.swaps: list[str] = []
         self.refuses: set[str] = set()
+        self.silent: set[str] = set()
         self.dies = False
         self.resumed = 0
 
@@ -56,6 +57,8 @@ class FakeServer:
         new = json.loads((directory / "manifest.json").read_text())["drafter_version"]
         if self.dies:
             raise Crash
+        if new in self.silent:
+            raise ServerLost("http://10.0.0.1: no answer")
         if new in self.refuses:
             raise SwapError(f"will not serve {new}")
         old, self.drafter_version = self.drafter_version, new
@@ -225,14 +228,54 @@ def test_a_swap_that_one_server_refuses_is_undone_on_the_others(scene: Scene) ->
     assert outcome.outcome == "swap_failed" and "will not serve tiny-r1" in outcome.reason
     refused = scene.registry.get(2)
     assert refused.tags["gate_outcome"] == "refused" and refused.tags["gate_reason"].startswith("swap failed")
-    assert refused.aliases == () and scene.champion() == 1 and not scene.canary.watched
+    assert refused.aliases == () and scene.champion() == 1
+
+
+def test_a_server_that_falls_silent_says_nothing_of_the_drafter(scene: Scene) -> None:
+    scene.servers[0].silent = {"tiny-r1"}
+    publisher = scene.publisher()
+    settle(publisher, 1.75)
+    (outcome,) = publisher.state.outcomes
+    assert outcome.outcome == "swap_failed" and "no answer" in outcome.reason
+    assert scene.registry.get(2).tags.get("gate_outcome") != "refused"
+    assert scene.champion() == 1
+
+
+def test_whatever_breaks_before_the_verdict_the_challenger_does_not_stay(scene: Scene) -> None:
+    def broken() -> None:
+        raise OSError("the registry's disk is full")
+
+    scene.canary.on_watch = broken
+    with pytest.raises(OSError, match="disk is full"):
+        settle(scene.publisher(), 1.75)
+    assert scene.serving() == [FIRST, FIRST]
+
+
+def test_a_server_restarted_with_its_own_drafter_follows_at_the_next_round(scene: Scene) -> None:
+    publisher = scene.publisher()
+    settle(publisher, 1.75)
+    scene.servers[1].drafter_version = FIRST
+    settle(publisher, 1.5, round_index=1, seed=2)
+    assert publisher.state.outcomes[-1].outcome == "refused"
+    assert scene.serving() == ["tiny-r1", "tiny-r1"]
+    assert all(server.resumed for server in scene.servers)
+
+
+def test_old_rounds_leave_the_disk(scene: Scene) -> None:
+    publisher = scene.publisher()
+    for number in range(7):
+        settle(publisher, 1.75 + number / 16, round_index=number, seed=number)
+    kept = {p.name for p in (scene.directory / "rounds").iterdir()}
+    assert kept == {"0003", "0004", "0005", "0006"}
+    copies = {p.name for p in publisher.desk.workspace.glob("version-*")}
+    assert {f"version-{scene.champion()}", f"version-{scene.champion() - 1}"} <= copies and len(copies) <= 6
 
 
 def test_canary_brings_all_servers_back(scene: Scene) -> None:
     scene.canary.verdict = CanaryVerdict(False, "live 1.1 is below the floor 1.4", 1.1, 1.5, 12)
     publisher = scene.publisher()
     settle(publisher, 1.75)
-    assert [server.swaps for server in scene.servers] == [["tiny-r1", FIRST]] * 2
+    assert [server.swaps for server in scene.servers] == [["tiny-r1", FIRST], []]
     (outcome,) = publisher.state.outcomes
     assert outcome.outcome == "rolled_back" and outcome.reason == scene.canary.verdict.reason
     assert outcome.canary["live"] == 1.1 and outcome.gate["challenger"] == 1.75
@@ -244,9 +287,9 @@ def test_canary_brings_all_servers_back(scene: Scene) -> None:
 def test_a_server_stuck_on_the_challenger_is_an_error_that_names_the_remedy(scene: Scene) -> None:
     scene.canary.verdict = CanaryVerdict(False, "live is poor", 1.1, 1.5, 12)
     scene.servers[0].refuses = {FIRST}
-    with pytest.raises(UserError, match=r"1 of 2 servers.*--resume"):
+    with pytest.raises(UserError, match=r"1 of 1 servers.*--resume"):
         settle(scene.publisher(), 1.75)
-    assert scene.serving() == ["tiny-r1", FIRST]  # the other one is back all the same
+    assert scene.serving() == ["tiny-r1", FIRST]  # the other one was never given it
     assert scene.registry.get(2).tags["gate_outcome"] == "refused" and scene.champion() == 1
 
     publisher = scene.publisher()

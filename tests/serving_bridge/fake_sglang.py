@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from serving_bridge.sglang_http import CONTROL_PATHS
 from serving_bridge.sglang_plugin.drafter_store import DrafterStore
 from tests.serving_bridge.swap_samples import BLOCK_SIZE, FakeDraftModel, make_store, snapshot
 
@@ -40,6 +41,7 @@ class FakeSGLang:
     model: FakeDraftModel | None = None
     store: DrafterStore | None = None
     key: str | None = None
+    admin_key: str | None = None
     info: dict[str, Any] = field(default_factory=dict)
     plugin: dict[str, Any] = field(default_factory=dict)
     target: str = "target-0"
@@ -85,7 +87,9 @@ class FakeSGLang:
     def answer(self, path: str, body: dict[str, Any], authorization: str | None) -> Answer:
         self.calls.append(path)
         self.bodies.append((path, body))
-        if self.key is not None and authorization != f"Bearer {self.key}":
+        # as SGLang does: with two keys, each class of endpoints takes its own alone
+        key = self.admin_key if self.admin_key is not None and path in CONTROL_PATHS else self.key
+        if key is not None and authorization != f"Bearer {key}":
             return 401, {"error": "Unauthorized"}
         names = [path]
         if path == TENSORS and body.get("load_format") == "draftsmith":

@@ -135,9 +135,9 @@ def test_a_wrong_key_is_told(desk: Desk, keys: dict[str, str]) -> None:
     assert desk.fake.controls() == []
 
 
-def test_the_admin_key_goes_before_the_other(desk: Desk) -> None:
-    desk.fake.key = "right"
-    address = ServerAddress(desk.fake.url, api_key="wrong", admin_key="right")
+def test_each_class_of_endpoints_gets_its_own_key(desk: Desk) -> None:
+    desk.fake.key, desk.fake.admin_key = "users", "operators"
+    address = ServerAddress(desk.fake.url, api_key="users", admin_key="operators")
     server = SGLangServer(SGLangClient(address), drafter_root=desk.root)
     assert server.swap(desk.second).new_version == "v2"
 
@@ -373,10 +373,10 @@ def test_requests_go_on_whatever_happens(desk: Desk, step: str, answer: tuple[in
     assert not desk.fake.paused
     controls = desk.fake.controls()
     assert controls[-1] == CONTINUE
-    assert controls.count(PAUSE) == controls.count(CONTINUE)
+    assert controls.count(PAUSE) <= controls.count(CONTINUE)
     assert isinstance(caught.value, ServerLost) == (answer == DROP)
-    if not late:
-        assert desk.serves(desk.first)
+    # also where the server did what it was asked, and only the answer was lost
+    assert desk.serves(desk.first)
 
 
 @pytest.mark.parametrize("answer", [BROKEN, DROP], ids=["broken", "dropped"])

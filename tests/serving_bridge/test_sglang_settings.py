@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import serving_bridge.sglang_plugin
 from serving_bridge.sglang_plugin import register
 from serving_bridge.sglang_plugin.settings import (
     SETTINGS_VARIABLE,
@@ -44,6 +45,7 @@ class Hooks(ModuleType):
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Hooks:
     module = Hooks()
     monkeypatch.setitem(sys.modules, HOOKS, module)
+    monkeypatch.setattr(serving_bridge.sglang_plugin, "refuse_start", module.refuse_start)
     return module
 
 
