@@ -28,15 +28,18 @@ class RegisterByDefault(TyperGroup):
     """`deploy CONFIG` means `deploy register CONFIG`; with --to it means `swap`, with --launch `launch`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the command's name in front where none is given."""
-        if args and args[0] not in self.commands and args[0] not in {"--help", "-h"}:
-            if "--launch" in args:
-                args = ["launch", *(word for word in args if word != "--launch")]
-            elif any(word == "--to" or word.startswith("--to=") for word in args):
-                args = ["swap", *args]
-            else:
-                args = [REGISTER, *args]
-        return super().parse_args(ctx, args)
+        """Parse, with the command's name in front where none is given."""
+        return super().parse_args(ctx, self.with_command(args))
+
+    def with_command(self, args: list[str]) -> list[str]:
+        """The words with the name of the command that they mean."""
+        if not args or args[0] in self.commands or args[0] in {"--help", "-h"}:
+            return args
+        if "--launch" in args:
+            return ["launch", *(word for word in args if word != "--launch")]
+        if any(word == "--to" or word.startswith("--to=") for word in args):
+            return ["swap", *args]
+        return [REGISTER, *args]
 
 
 deploy_app = typer.Typer(

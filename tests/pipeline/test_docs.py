@@ -105,6 +105,7 @@ def parse(words: list[str]) -> dict[str, Any]:
     """Arguments and options of a command line, as the command would be called."""
     command: Any = get_command(app)
     while hasattr(command, "commands"):
+        words = getattr(command, "with_command", list)(words)
         command, words = command.commands[words[0]], words[1:]
     context = command.make_context(command.name, list(words))
     assert not context.args

@@ -73,8 +73,9 @@ def write_config(directory: Path, **changes: Any) -> Path:
 
 
 def snapshot(directory: Path) -> dict[str, str]:
-    """Sha256 of every file of a run but MLflow's own, which log failed runs too."""
+    """Sha256 of every file of a run but MLflow's own, which log failed runs too, and the trainers' lock."""
     files = [p for p in sorted(directory.rglob("*")) if p.is_file()]
     names = {p.relative_to(directory).as_posix(): p for p in files}
-    kept = {name: p for name, p in names.items() if not name.startswith(("mlflow.db", "artifacts/"))}
+    passing = ("mlflow.db", "artifacts/", "online/trainer.lock")
+    kept = {name: p for name, p in names.items() if not name.startswith(passing)}
     return {name: hashlib.sha256(p.read_bytes()).hexdigest() for name, p in kept.items()}
