@@ -73,6 +73,8 @@ class Launch:
         if self.preset == "cpu":
             words += ["--device", "cpu", "--attention-backend", "torch_native", "--grammar-backend", "none"]
             words += ["--mem-fraction-static", "0.1", "--skip-server-warmup", "--sleep-on-idle"]
+            # a float32 target would be served in half precision, which its drafter is not
+            words += ["--dtype", "bfloat16"]
             # without a bound SGLang would size its cache by the machine's whole memory
             capacity = {
                 "--max-total-tokens": self.max_total_tokens or 8192,

@@ -33,6 +33,15 @@ from tests.serving_bridge.tiny_serving import Scene
 from tests.sglang.live_server import Site
 
 PATIENCE = 240.0
+TRAINER = """
+import pipeline.release
+from pipeline.cli import main
+from pipeline.gate import Verdict
+
+pipeline.release.judge = lambda *_, **__: Verdict(True, "let through by the test")
+main()
+"""
+"""The command line with a gate that lets every challenger pass: whether one learns anything is not what is tested."""
 
 
 class Users:
@@ -55,19 +64,18 @@ class Users:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A tiny run whose drafter is champion, and whose gate lets every drafter pass that is not much worse."""
+    """A tiny run whose drafter is champion."""
     directory = tmp_path_factory.mktemp("online")
-    path = write_config(directory, gate={"min_documents": 2, "max_domain_drop": 0.9})
+    path = write_config(directory)
     settings = yaml.safe_load(path.read_text())
-    # a gain is not what is tested: learning fast enough to pass the gate is
-    settings["train"]["steps"] = 4
-    settings["online"] |= {"trigger": 24, "passes": 4, "max_rounds": 1, "loss": {"objective": "osd"}}
+    settings["online"] |= {"trigger": 24, "passes": 1, "max_rounds": 1, "loss": {"objective": "osd"}}
     settings["canary"] = {"min_records": 40, "max_records": 60, "timeout_s": 120}
     path.write_text(yaml.safe_dump(settings))
     config = load_config(path)
     regenerate_responses(config)
     train_drafter(config)
     deploy_drafter(config, drafter=config.output / "train" / "drafter")
+    assert registry_of(config).champion() is not None
     return config
 
 
@@ -92,7 +100,7 @@ def trainer(config: Config, site: Site, *more: str) -> subprocess.Popen[str]:
     words = ["distill", str(yaml_path), "--online", "--spool", str(site.spool)]
     words += ["--serve", site.client.url, *more]
     return subprocess.Popen(
-        [sys.executable, "-c", "from pipeline.cli import main; main()", *words],
+        [sys.executable, "-c", TRAINER, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
