@@ -56,7 +56,10 @@ def cpu_seconds(server: ServerProcess) -> float:
 
 def one_workload(args: argparse.Namespace, launch: Launch, work: Path) -> tuple[float, int]:
     """(CPU seconds, tokens) of answering the prompts on a fresh server."""
-    prompts = [json.loads(line)["prompt_ids"] for line in (args.run / "responses" / "heldout" / "responses.jsonl").open()]
+    prompts = [
+        json.loads(line)["prompt_ids"]
+        for line in (args.run / "responses" / "heldout" / "responses.jsonl").open()
+    ]
     with running_server(launch, work / "server.log") as server:
         client = SGLangClient(ServerAddress(server.url), 120.0)
 
