@@ -164,15 +164,16 @@ def score_records(
             if r.drafter_version != drafter_version or r.start not in row_of:
                 continue
             served = document.token_ids[r.start + 1 :]
-            live += 1 + _matching(r.draft_ids, served)
-            base += 1 + _matching(drafts_AB[row_of[r.start]].tolist(), served)
+            live += 1 + matching_prefix(r.draft_ids, served)
+            base += 1 + matching_prefix(drafts_AB[row_of[r.start]].tolist(), served)
             rounds += 1
         if rounds:
             scores.append(RecordScore(live, base, rounds))
     return scores
 
 
-def _matching(drafts: Sequence[int], served: Sequence[int]) -> int:
+def matching_prefix(drafts: Sequence[int], served: Sequence[int]) -> int:
+    """Drafts before the first that differs from the served text."""
     count = 0
     for draft, token in zip(drafts, served, strict=False):
         if draft != token:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import requests
 
 from serving_bridge.server import ServerLost, SwapError
+from serving_bridge.sglang_plugin import STATUS_KEY
 
 CONTROL_PATHS = {
     "/pause_generation",
@@ -26,8 +27,6 @@ LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 RESUME_ATTEMPTS = 6
 RESUME_WAIT_S = 0.2
 """Doubled at each attempt: about six seconds in all."""
-STATUS_KEY = "draftsmith"
-"""Of a server's internal state, where the plugin leaves its own."""
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from drafters.checkpoint import MANIFEST, drafter_digest, file_sha256, load_draf
 from drafters.errors import UserError
 from serving_bridge.server import ServerLost, SwapError, SwapReport
 from serving_bridge.sglang_http import Pause, SGLangClient, plugin_status_of
+from serving_bridge.sglang_plugin import SWAP_FORMAT
 from serving_bridge.sglang_plugin.drafter_store import SHAPE_KEYS
 
-SWAP_FORMAT = "draftsmith"
 KEPT_DRAFTERS = 4
 """Directories kept below a drafter root beside those in use."""
 
@@ -169,7 +169,7 @@ class SGLangServer:
         if self.drafter_root is None:
             raise SwapError(
                 f"{self.client.url}: serves with the plugin; give the directory that it knows as swap_root "
-                "(--drafter-root)"
+                "(sglang.drafter_root)"
             )
         if manifest.get("block_size") != status["block_size"]:
             raise SwapError(

@@ -12,7 +12,7 @@ import torch
 from datamodules.chat import render_prompt
 from datamodules.mixture import load_mixture
 from drafters.checkpoint import save_drafter
-from pipeline.canary import CanaryVerdict, watch
+from pipeline.canary import CanaryVerdict, matching_prefix, watch
 from pipeline.config import Config
 from pipeline.console import say, show_table
 from pipeline.corpus import source_specs
@@ -20,7 +20,6 @@ from pipeline.fleet import client_for, connect, launch_of, log_place
 from pipeline.models import TargetBundle, load_drafter_for
 from pipeline.online import OnlineState
 from pipeline.release import ReleaseDesk, gate_policy
-from pipeline.result import RESULT_FILE
 from pipeline.stages.context import Stage, open_stage
 from pipeline.stages.deploy import deploy_drafter
 from pipeline.stages.length_head import fit_length_head
@@ -205,7 +204,6 @@ def summarise(
         else [{"drafter": f"{config.name}-damaged", "reason": verdict.reason, "records": verdict.records}],
         "verified_rows": status.get("verified_rows"),
         "drafted_rows": status.get("drafted_rows"),
-        "result_file": RESULT_FILE,
     }
 
 
@@ -218,12 +216,7 @@ def live_acceptance_length(records: Sequence[VerificationRecord]) -> float:
             following = text[r.start + 1 :]
             if not following:
                 continue
-            count = 0
-            for draft, token in zip(r.draft_ids, following, strict=False):
-                if draft != token:
-                    break
-                count += 1
             # the target's own token is not committed where the text ends inside the block
-            matched += min(count + 1, len(following))
+            matched += min(matching_prefix(r.draft_ids, following) + 1, len(following))
             rounds += 1
     return matched / max(1, rounds)

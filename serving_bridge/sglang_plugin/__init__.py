@@ -11,6 +11,10 @@ import os
 from typing import Any
 
 SETTINGS_VARIABLE = "DRAFTSMITH_SGLANG"
+SWAP_FORMAT = "draftsmith"
+"""`load_format` of `/update_weights_from_tensor` that carries a `SwapOrder` in place of tensors."""
+STATUS_KEY = "draftsmith"
+"""Of a server's internal state, which `/server_info` shows: where the plugin leaves its own."""
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 _log = logging.getLogger(__name__)

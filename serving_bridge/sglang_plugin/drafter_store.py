@@ -54,7 +54,10 @@ class Loadable(Protocol):
 
 @dataclass(frozen=True)
 class Served:
-    """What a draft model holds: version and length head, and its weights once something else was staged."""
+    """What a draft model holds, but for the weights themselves.
+
+    directory: as the engine was started with, later the name below `swap_root`.
+    """
 
     version: str
     directory: str

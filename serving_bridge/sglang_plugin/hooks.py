@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from serving_bridge.records import Sampling
-from serving_bridge.sglang_plugin import SCHEDULER
+from serving_bridge.sglang_plugin import SCHEDULER, STATUS_KEY, SWAP_FORMAT
 from serving_bridge.sglang_plugin.admission import AdmissionEstimate
 from serving_bridge.sglang_plugin.drafter_store import DrafterStore, checked_module, read_served
 from serving_bridge.sglang_plugin.packing import cap_candidates
@@ -28,10 +28,6 @@ from serving_bridge.transports import open_writer
 _log = logging.getLogger(__name__)
 
 TESTED_SGLANG = "0.5.23"
-SWAP_FORMAT = "draftsmith"
-"""`load_format` of `/update_weights_from_tensor` that carries a `SwapOrder` in place of tensors."""
-STATUS_KEY = "draftsmith"
-"""Of a server's internal state, which `/server_info` shows."""
 
 _LOG_ATTRIBUTE = "_draftsmith_log"
 _ROUND_ATTRIBUTE = "_draftsmith_round"

@@ -184,6 +184,9 @@ class FilePublisher:
         }
         with self.published.open("a") as handle:
             handle.write(json.dumps(line) + "\n")
+        if module.vocabulary is not None:  # none was needed for a round that is only published again
+            kept = self.published.with_name(f"vocabulary-{round_index}.json")
+            kept.write_text(json.dumps(module.vocabulary.ids_U.tolist()))
         if self.kill == ("publish_middle", round_index):
             kill_myself()
         with self.settled.open("a") as handle:
@@ -248,7 +251,7 @@ def run_online(directory: Path, kill: tuple[Any, ...] | None, checkpoint_every: 
         PublishRounds(FilePublisher(directory, kill), checkpoint),
         Retention(spool),
         # another part of the vocabulary in each round, which a resume in its middle must find again
-        RoundVocabulary(40),
+        RoundVocabulary(12),
         FinalState(directory / "final.pt"),
     ]
     if kill is not None:

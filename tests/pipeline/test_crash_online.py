@@ -72,6 +72,13 @@ def test_uninterrupted_rounds_partition_the_records(uninterrupted: Path) -> None
     ]
     expected = list(dict.fromkeys(expected))[: ROUNDS * STREAM.trigger]
     assert [name for number in range(ROUNDS) for name in published[number][0]["trained"]] == expected
+    vocabularies = [
+        json.loads((uninterrupted / f"vocabulary-{number}.json").read_text()) for number in range(ROUNDS)
+    ]
+    assert all(len(kept) < 32 for kept in vocabularies)
+    tokens = {record.request_id: {*record.prompt_ids, *record.output_ids} for record in frozen_records()}
+    for number, kept in enumerate(vocabularies):
+        assert set().union(*(tokens[name] for name in published[number][0]["trained"])) <= set(kept)
     state = json.loads((uninterrupted / "stream.json").read_text())
     assert state["round_index"] == ROUNDS
     assert state["counts"]["trained"] == state["counts"]["admitted"] == len(expected)

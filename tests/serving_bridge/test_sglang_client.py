@@ -233,7 +233,7 @@ def test_a_plugin_that_is_not_whole_is_refused(desk: Desk) -> None:
 
 
 def test_without_a_drafter_root_the_setting_is_named(desk: Desk) -> None:
-    assert "--drafter-root" in desk.refusal(drafter_root=None)
+    assert "sglang.drafter_root" in desk.refusal(drafter_root=None)
     assert desk.fake.calls == [INFO]
 
 
