@@ -1,4 +1,4 @@
-"""What the bridge costs: serving with and without records, records through each transport, and the pause of a swap.
+"""What the bridge costs: the hooks alone, serving with and without records, each transport, and the pause of a swap.
 
     python benchmarks/sglang_bridge.py --run outputs/sglang --python .venv-sglang/bin/python
 
@@ -21,10 +21,13 @@ from pathlib import Path
 
 import msgspec
 import psutil
+import torch
 
 from serving_bridge.records import Round, Sampling, VerificationRecord
 from serving_bridge.sglang_http import ServerAddress, SGLangClient
 from serving_bridge.sglang_launch import Launch
+from serving_bridge.sglang_plugin.recorder import Recorder
+from serving_bridge.sglang_plugin.rounds import capture
 from serving_bridge.sglang_plugin.settings import LengthSettings, PluginSettings
 from serving_bridge.sglang_process import ServerProcess, running_server
 from serving_bridge.sglang_server import SGLangServer
@@ -58,7 +61,7 @@ def one_workload(args: argparse.Namespace, launch: Launch, work: Path) -> tuple[
     """(CPU seconds, tokens) of answering the prompts on a fresh server."""
     prompts = [
         json.loads(line)["prompt_ids"]
-        for line in (args.run / "responses" / "heldout" / "responses.jsonl").open()
+        for line in (args.run / "responses" / "train" / "responses.jsonl").open()
     ]
     with running_server(launch, work / "server.log") as server:
         client = SGLangClient(ServerAddress(server.url), 120.0)
@@ -85,6 +88,68 @@ def logging_cost(args: argparse.Namespace, work: Path) -> None:
         print(f"pair {pair}: {spent[False]:.2f} CPU-s without, {spent[True]:.2f} with, {tokens} tokens")
     spread = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
     print(f"CPU time with the log / without: {statistics.mean(ratios):.4f} ± {spread:.4f} (standard error)")
+
+
+def hook_time(args: argparse.Namespace) -> None:
+    """What the plugin's hooks do for a request in a round, without a server: 64 requests, blocks of 16, 8 verified."""
+    requests, block, rounds = 64, 16, 80
+    settings = PluginSettings(log="unused", target_id="t")
+    writer = CountingLog()
+    recorder = Recorder(writer, settings, target_id="t", block_size=block, length_policy="adaflash")
+    candidates_RB = torch.randint(0, 150_000, (requests, block))
+    greedy = Sampling(temperature=0.0, top_p=1.0, top_k=0)
+    prompt, output = [50_000] * 200, [50_000] * 5 * rounds
+    cpu = time.process_time()
+    for _ in range(args.repeats):
+        logs = [recorder.begin(f"r{n}", None) for n in range(requests)]
+        for number in range(rounds):
+            captured = capture(
+                drafter_version="v1",
+                candidates_RB=candidates_RB,
+                verify_lens=[8] * requests,
+                logits=None,
+                top_k=0,
+            )
+            for n, log in enumerate(logs):
+                recorder.round(
+                    log,
+                    start=200 + 5 * number,
+                    drafter_version=captured.drafter_version,
+                    verify_len=captured.verify_len(n),
+                    accepted=4,
+                    draft_ids=captured.draft_ids(n),
+                    target_top_k=captured.target_top_k(n),
+                )
+        for n, log in enumerate(logs):
+            recorder.finish(
+                log,
+                request_id=f"r{n}",
+                prompt_ids=prompt,
+                output_ids=output,
+                sampling=greedy,
+                finish_reason="length",
+            )
+    spent = time.process_time() - cpu
+    count = args.repeats * requests
+    assert writer.written == count
+    print(
+        f"hooks: {spent / count / rounds * 1e6:.2f} µs of the scheduler's thread per request and round "
+        f"({spent / count * 1e6:.0f} µs per request of {rounds} rounds), {requests} requests at once"
+    )
+
+
+class CountingLog:
+    """A log that only counts: writing has a thread of its own and is measured with the transports."""
+
+    def __init__(self) -> None:
+        self.written = self.dropped = 0
+
+    def write(self, record: VerificationRecord) -> bool:
+        self.written += 1
+        return True
+
+    def close(self) -> None:
+        pass
 
 
 def swap_pause(args: argparse.Namespace, work: Path) -> None:
@@ -184,7 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="*", default=["transports", "swap", "logging"])
+    parser.add_argument("what", nargs="*", default=["hooks", "transports", "swap", "logging"])
     parser.add_argument(
         "--run", type=Path, default=Path("outputs/sglang"), help="Output of `make demo-sglang`."
     )
@@ -193,10 +258,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--swaps", type=int, default=11)
+    parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--records", type=int, default=3000)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
+        if "hooks" in args.what:
+            hook_time(args)
         if "transports" in args.what:
             transport_speed("spool", str(work / "spool"), args.records)
             with redis_server(work) as address:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import lightning as L
 
 from datamodules.packed_loader import PackedLoader, PackingSpec
+from drafters.errors import UserError
 from drafters.packing import Document
 from drafters.replay import REPLAY_TOKENS, iterate_packs
 
@@ -52,6 +55,28 @@ class OfflineDataModule(L.LightningDataModule):
         self.val_documents = val_documents
         self.packing = packing
         self.seed = seed
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the batches are made from; their position is the loader's own state."""
+        return {"training_data": self._fingerprint()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Check that a resumed run goes on with the batches that it began with.
+
+        Raises:
+            UserError: when they would be others.
+        """
+        if state_dict["training_data"] != self._fingerprint():
+            raise UserError(
+                "the training documents, their packing or the seed changed since this run began, so --resume "
+                "would not continue it; run without --resume"
+            )
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256(repr((self.packing, self.seed)).encode())
+        for d in self.train_documents:
+            digest.update(repr((d.document_id, d.token_ids, d.response_mask, d.round_starts)).encode())
+        return digest.hexdigest()
 
     def _place(self) -> tuple[int, int]:
         trainer = self.trainer

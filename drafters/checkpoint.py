@@ -30,6 +30,9 @@ from drafters.precondition import plain_state
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 HEAD_FILES = ("length_head.json", "length_head.safetensors")
+CONTENT = "{digest}"
+"""In a version given to `save_drafter`: stands for the start of the checkpoint's digest, so that two runs that share a
+registry or a server never call different weights by one name."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ def save_drafter(
 ) -> Path:
     """Write a serving checkpoint; the directory appears whole or not at all.
 
-    An existing directory is replaced only after the new one is complete on disk.
+    An existing directory is replaced only after the new one is complete on disk. `CONTENT` in `drafter_version` is
+    replaced by the first eight digits of the digest.
 
     Raises:
         UserError: when a weight is not finite, naming it.
@@ -99,7 +103,7 @@ def save_drafter(
         manifest = {
             "format_version": FORMAT_VERSION,
             "family": "dflash",
-            "drafter_version": drafter_version,
+            "drafter_version": drafter_version.replace(CONTENT, _digest(files)[:8]),
             "target": identity.to_json(),
             "block_size": drafter.block_size,
             "files": files,
@@ -178,9 +182,11 @@ def verify_manifest(directory: str | Path) -> dict[str, Any]:
 
 def drafter_digest(directory: str | Path) -> str:
     """Sha256 over the file hashes of a checkpoint: equal digests mean equal weights and config."""
-    manifest = verify_manifest(directory)
-    canonical = json.dumps(sorted(manifest["files"].items()))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return _digest(verify_manifest(directory)["files"])
+
+
+def _digest(files: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()
 
 
 def first_nonfinite(tensors: dict[str, torch.Tensor]) -> str | None:

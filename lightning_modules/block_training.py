@@ -158,7 +158,7 @@ class BlockTrainingModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        clip_each(self.clipped_modules(), gradient_clip_val)
+        clip_each(self, self.clipped_modules(), gradient_clip_val)
 
     def configure_optimizers(self) -> Any:
         return configure_adamw(self.drafter, None, self.optim_spec)

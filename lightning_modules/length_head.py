@@ -73,7 +73,7 @@ class LengthHeadModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        clip_each([self.length_head], gradient_clip_val)
+        clip_each(self, [self.length_head], gradient_clip_val)
 
     def configure_optimizers(self) -> Any:
         return configure_adamw(None, self.length_head, self.optim_spec)

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import lightning as L
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+
+from drafters.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -36,15 +39,34 @@ class OptimSpec:
         return warm * 0.5 * (1 + math.cos(math.pi * min(1.0, rest)))
 
 
-def clip_each(modules: Sequence[nn.Module | None], max_norm: float | None) -> None:
+def clip_each(owner: L.LightningModule, modules: Sequence[nn.Module | None], max_norm: float | None) -> None:
     """Clip each module's gradient by its own norm, so that one cannot shrink the other's.
 
-    Modules call this instead of Lightning's clipping, which refuses fused optimizers under mixed precision although
-    bfloat16 needs no gradient scaling.
+    LightningModules call this instead of Lightning's clipping, which refuses fused optimizers under mixed precision although
+    bfloat16 needs no gradient scaling. The norms, one pass over the gradients, also tell whether all are finite.
+
+    Raises:
+        UserError: naming a parameter of `owner` whose gradient is not finite; the weights are untouched.
     """
     for module in modules:
-        if module is not None and max_norm:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+        gradients = [p.grad for p in module.parameters() if p.grad is not None] if module is not None else []
+        if module is None or not gradients:
+            continue
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if not torch.isfinite(norm):
+            raise UserError(
+                f"training stopped at step {owner.trainer.global_step}: the gradient of {_not_finite(owner)} is not "
+                "finite; lower the learning rate (optim.lr); earlier checkpoints and exports are intact"
+            )
+        if max_norm and norm > max_norm:
+            torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
+
+
+def _not_finite(owner: nn.Module) -> str:
+    for name, parameter in owner.named_parameters():
+        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+            return name
+    return "all parameters together"  # finite each, but their norm overflows
 
 
 def configure_adamw(

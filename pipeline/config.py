@@ -100,7 +100,7 @@ class DataConfig(Section):
     train: list[SourceConfig] = Field(min_length=1, description="Weighted mixture of prompt sources.")
     heldout: list[SourceConfig] = Field(
         default_factory=list,
-        description="Prompts to report on; they decide nothing. `evaluate` and `run` need them.",
+        description="Prompts to report on; they decide nothing. `evaluate` and `run` with the embedded engine need them.",
     )
     val_fraction: float = Field(
         0.05, ge=0, lt=1, description="Share of training prompts kept for validation and the gate, by hash."

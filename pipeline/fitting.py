@@ -99,6 +99,8 @@ def make_trainer(
     progress: L.Callback = RichProgressBar() if interactive else PlainProgress(say)
     return L.Trainer(
         accelerator="auto",
+        # one process: further ones would run the whole command again, its tracking and exports included
+        devices=1,
         precision=cast(Any, resolve_precision(precision)),
         gradient_clip_val=clip_norm,
         accumulate_grad_batches=accumulate,
@@ -158,7 +160,7 @@ def stage_trainer(
 def online_trainer(
     directory: Path, settings: OnlineConfig, *, logger: Logger | bool, callbacks: Sequence[L.Callback]
 ) -> L.Trainer:
-    """Trainer of online rounds: one epoch a round, its documents asked for anew; one process, since one reads the log."""
+    """Trainer of online rounds: one epoch a round, its documents asked for anew."""
     return make_trainer(
         directory,
         precision=settings.precision,
@@ -170,7 +172,6 @@ def online_trainer(
         max_epochs=settings.max_rounds or -1,
         reload_dataloaders_every_n_epochs=1,
         limit_val_batches=0,
-        devices=1,
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from datamodules.streaming import StreamingDataModule
-from drafters.checkpoint import save_drafter, verify_manifest
+from drafters.checkpoint import CONTENT, save_drafter, verify_manifest
 from drafters.errors import UserError
 from drafters.packing import Document
 from lightning_modules.opd import OPDModule
@@ -24,7 +24,6 @@ from pipeline.canary import CanaryVerdict, watch
 from pipeline.config import CanaryConfig
 from pipeline.console import say
 from pipeline.gate import Verdict
-from pipeline.registry import RegisteredVersion
 from pipeline.release import ReleaseDesk
 from pipeline.result import write_json
 from serving_bridge.server import DraftServer, ServerLost, SwapError, SwapReport
@@ -173,7 +172,12 @@ class OnlinePublisher:
             tags={"data_window": f"online round {round_index}, {counts.get('admitted', 0)} records"},
         )
         self.state.version = version
-        if champion is not None and champion.version == version and self._made_by(champion, round_index):
+        made_here = drafter_version_of(directory)
+        if (
+            champion is not None
+            and champion.version == version
+            and champion.tags.get("drafter_version") == made_here
+        ):
             # a crash came between promotion and this: `reconcile` has seen to the servers
             self._settle(
                 RoundOutcome(round_index, version, "champion", verdict.reason), verdict, None, counts
@@ -203,6 +207,7 @@ class OnlinePublisher:
                     outcome = RoundOutcome(round_index, version, "rolled_back", canary.reason)
                     self._settle(outcome, verdict, canary, counts)
                     return
+                _require_still_served(first, checkpoint)
             self._swap_all(rest, checkpoint, previous, undo=first)
         except ServerLost as error:
             # says nothing of the drafter, so it is not refused; the next start or round finds out what the server runs
@@ -283,19 +288,13 @@ class OnlinePublisher:
                 "repair or restart them, then continue with --resume"
             )
 
-    def _made_by(self, version: RegisteredVersion, round_index: int) -> bool:
-        return version.tags.get("drafter_version") == self._version_name(round_index)
-
-    def _version_name(self, round_index: int) -> str:
-        return f"{self.name}-r{round_index + 1}"
-
     def _export(self, module: OPDModule, round_index: int) -> Path:
         directory = self.directory / "rounds" / f"{round_index:04d}"
         return save_drafter(
             directory,
             module.drafter,
             identity=module.target.identity,
-            drafter_version=self._version_name(round_index),
+            drafter_version=f"{self.name}-r{round_index + 1}-{CONTENT}",
             length_head=module.length_head,
         )
 
@@ -328,6 +327,20 @@ class OnlinePublisher:
 
     def _save(self) -> None:
         write_json(self.state_path, asdict(self.state))
+
+
+def _require_still_served(servers: Sequence[DraftServer], checkpoint: Path) -> None:
+    """A server that died under the challenger has proven nothing, though no record spoke against it.
+
+    Raises:
+        ServerLost: when a server does not answer, or came back with another drafter.
+    """
+    wanted = drafter_version_of(checkpoint)
+    for server in servers:
+        if (found := server.drafter_version) != wanted:
+            raise ServerLost(
+                f"the server that was to prove {wanted} now serves {found}: it was restarted meanwhile"
+            )
 
 
 def drafter_version_of(checkpoint: Path) -> str:

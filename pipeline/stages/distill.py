@@ -9,6 +9,7 @@ import lightning as L
 import torch
 
 from datamodules.offline import OfflineDataModule
+from drafters.checkpoint import CONTENT
 from drafters.packing import Document
 from drafters.replay import replay
 from lightning_modules.callbacks.export import ExportBest
@@ -65,7 +66,7 @@ def distill_offline(config: Config, *, drafter: Path, resume: bool = False) -> P
             export = ExportBest(
                 pending,
                 bundle.target.identity,
-                f"{config.name}-distill",
+                f"{config.name}-distill-{CONTENT}",
                 measure_start=True,
                 length_head=loaded.length_head,
             )

@@ -9,7 +9,7 @@ import torch
 
 from datamodules.offline import OfflineDataModule
 from datamodules.packed_loader import derived_generator
-from drafters.checkpoint import save_drafter
+from drafters.checkpoint import CONTENT, save_drafter
 from drafters.length_head import LengthHead, length_targets, verify_len_from
 from drafters.packing import Document, pack_documents
 from drafters.replay import iterate_packs
@@ -66,7 +66,7 @@ def fit_length_head(config: Config, *, drafter: Path, resume: bool = False) -> P
             directory,
             loaded.drafter,
             identity=bundle.target.identity,
-            drafter_version=f"{config.name}-length-head",
+            drafter_version=f"{config.name}-length-head-{CONTENT}",
             length_head=head,
         )
         stage.result.add_output(directory)

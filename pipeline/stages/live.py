@@ -11,14 +11,14 @@ import torch
 
 from datamodules.chat import render_prompt
 from datamodules.mixture import load_mixture
-from drafters.checkpoint import save_drafter
+from drafters.checkpoint import CONTENT, save_drafter
 from pipeline.canary import CanaryVerdict, matching_prefix, watch
 from pipeline.config import Config
 from pipeline.console import say, show_table
 from pipeline.corpus import source_specs
 from pipeline.fleet import client_for, connect, launch_of, log_place
 from pipeline.models import TargetBundle, load_drafter_for
-from pipeline.online import OnlineState
+from pipeline.online import OnlineState, drafter_version_of
 from pipeline.release import ReleaseDesk, gate_policy
 from pipeline.stages.context import Stage, open_stage
 from pipeline.stages.deploy import deploy_drafter
@@ -155,19 +155,20 @@ def canary_drill(
         for parameter in loaded.drafter.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * parameter.float().std(unbiased=False).clamp_min(1e-3))
-    name = f"{config.name}-damaged"
     bad = save_drafter(
         config.output / "versions" / "damaged",
         loaded.drafter,
         identity=desk.bundle.target.identity,
-        drafter_version=name,
+        drafter_version=f"{config.name}-damaged-{CONTENT}",
         length_head=loaded.length_head,
     )
     reader = reader_at_end(log_place(config))
     server.swap(bad)
     load = load_for(config, desk.bundle, server.client.url, len(requests))
     load.start(requests)
-    verdict = watch(reader, name, good, desk.bundle, config.canary, should_stop=lambda: load.over)
+    verdict = watch(
+        reader, drafter_version_of(bad), good, desk.bundle, config.canary, should_stop=lambda: load.over
+    )
     if not verdict.passed:
         server.swap(good)
     load.join()

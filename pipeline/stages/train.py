@@ -7,6 +7,7 @@ from pathlib import Path
 import lightning as L
 
 from datamodules.offline import OfflineDataModule
+from drafters.checkpoint import CONTENT
 from drafters.dflash import DFlashDrafter
 from drafters.errors import UserError
 from lightning_modules.block_training import BlockTrainingModule
@@ -66,7 +67,7 @@ def train_drafter(config: Config, *, resume: bool = False, warm_start: Path | No
         )
         directory = stage.output / "drafter"
         with stage.result.section("fit"), export_on_success(directory, checkpoint) as pending:
-            export = ExportBest(pending, bundle.target.identity, f"{config.name}-train")
+            export = ExportBest(pending, bundle.target.identity, f"{config.name}-train-{CONTENT}")
             trainer = stage_trainer(
                 stage.output,
                 settings,

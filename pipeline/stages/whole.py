@@ -15,7 +15,7 @@ import torch
 
 from datamodules.chat import render_prompt
 from datamodules.mixture import load_mixture
-from drafters.checkpoint import save_drafter
+from drafters.checkpoint import CONTENT, save_drafter
 from drafters.errors import UserError
 from drafters.packing import Document
 from drafters.replay import replay
@@ -298,7 +298,7 @@ def gate_drill(stage: Stage, desk: ReleaseDesk, champion: Path) -> list[dict[str
         stage.config.output / "versions" / "drill",
         loaded.drafter,
         identity=bundle.target.identity,
-        drafter_version=f"{config.name}-drill",
+        drafter_version=f"{config.name}-drill-{CONTENT}",
         length_head=loaded.length_head,
     )
     _, validation = train_and_validation(config, bundle.target.identity)

@@ -159,3 +159,21 @@ def test_a_module_without_validation_documents_has_no_validation_loader() -> Non
     data = OfflineDataModule(documents(), [], SPEC, seed=1)
     assert data.val_dataloader() == []
     assert len(data.train_dataloader()) == len(loader())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        OfflineDataModule(documents(11), [], SPEC, seed=1),
+        OfflineDataModule([document(99), *documents()[1:]], [], SPEC, seed=1),
+        OfflineDataModule(documents()[::-1], [], SPEC, seed=1),
+        OfflineDataModule(documents(), [], replace(SPEC, anchors_per_document=4), seed=1),
+        OfflineDataModule(documents(), [], SPEC, seed=2),
+    ],
+    ids=["fewer", "another", "order", "packing", "seed"],
+)
+def test_a_run_is_not_resumed_with_other_batches(other: OfflineDataModule) -> None:
+    state = OfflineDataModule(documents(), documents(2), SPEC, seed=1).state_dict()
+    OfflineDataModule(documents(), [], SPEC, seed=1).load_state_dict(state)  # validation may change
+    with pytest.raises(UserError, match="run without --resume"):
+        other.load_state_dict(state)

@@ -12,7 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafters import checkpoint
-from drafters.checkpoint import drafter_digest, file_sha256, load_drafter, save_drafter, verify_manifest
+from drafters.checkpoint import (
+    CONTENT,
+    drafter_digest,
+    file_sha256,
+    load_drafter,
+    save_drafter,
+    verify_manifest,
+)
 from drafters.dflash import DFlashDrafter
 from drafters.errors import UserError
 from drafters.identity import TargetIdentity
@@ -299,6 +306,22 @@ def test_saving_again_replaces_the_directory_whole(saved: Path, drafter: DFlashD
     assert loaded.length_head is None, "files of the old version must not survive"
     assert loaded.drafter_version == "v4"
     assert [p.name for p in saved.parent.iterdir()] == [saved.name]
+
+
+def test_a_version_can_name_its_content(drafter: DFlashDrafter, tmp_path: Path) -> None:
+    def version(name: str) -> str:
+        directory = save_drafter(
+            tmp_path / name, drafter, identity=IDENTITY, drafter_version=f"run-r1-{CONTENT}"
+        )
+        found = str(verify_manifest(directory)["drafter_version"])
+        assert found == f"run-r1-{drafter_digest(directory)[:8]}"
+        return found
+
+    first = version("a")
+    assert version("b") == first
+    with torch.no_grad():
+        drafter.norm.weight[0] += 1
+    assert version("c") != first
 
 
 def test_the_digest_follows_weights_and_config_only(

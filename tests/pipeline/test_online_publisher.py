@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,11 @@ class Crash(BaseException):
     """The process is gone."""
 
 
+def plain(drafter_version: str) -> str:
+    """A version without the digest at its end."""
+    return re.sub(r"-[0-9a-f]{8}$", "", drafter_version)
+
+
 class FakeServer:
     """Serves what it is told; `refuses` holds versions it will not swap to."""
 
@@ -57,12 +63,12 @@ class FakeServer:
         new = json.loads((directory / "manifest.json").read_text())["drafter_version"]
         if self.dies:
             raise Crash
-        if new in self.silent:
+        if plain(new) in self.silent:
             raise ServerLost("http://10.0.0.1: no answer")
-        if new in self.refuses:
-            raise SwapError(f"will not serve {new}")
+        if plain(new) in self.refuses:
+            raise SwapError(f"will not serve {plain(new)}")
         old, self.drafter_version = self.drafter_version, new
-        self.swaps.append(new)
+        self.swaps.append(plain(new))
         return SwapReport(old, new, "d", "t", 0.1)
 
 
@@ -81,7 +87,7 @@ class FakeCanary:
         if self.dies:
             raise Crash
         self.on_watch()
-        self.watched.append((drafter_version, baseline.name))
+        self.watched.append((plain(drafter_version), baseline.name))
         return self.verdict
 
 
@@ -119,7 +125,7 @@ class Scene:
         return found.version
 
     def serving(self) -> list[str]:
-        return [server.drafter_version for server in self.servers]
+        return [plain(server.drafter_version) for server in self.servers]
 
 
 @pytest.fixture
@@ -143,8 +149,8 @@ def test_one_server_proves_a_challenger_before_the_others_get_it(scene: Scene) -
     publisher = scene.publisher()
     settle(publisher, 1.75)
     assert seen == [["tiny-r1", FIRST]]
-    assert [note.new_version for note in publisher.state.swaps] == ["tiny-r1", "tiny-r1"]
-    assert [note.new_version for note in scene.publisher().state.swaps] == ["tiny-r1", "tiny-r1"]
+    for state in (publisher.state, scene.publisher().state):
+        assert [plain(note.new_version) for note in state.swaps] == ["tiny-r1", "tiny-r1"]
 
 
 def test_what_the_canary_rejects_reaches_no_other_server(scene: Scene) -> None:
@@ -194,7 +200,28 @@ def test_accepted_drafter_is_swapped_watched_and_promoted(scene: Scene) -> None:
     assert outcome.canary["live"] == 1.7 and "live is fine" in outcome.reason
     assert OnlineState.load(publisher.state_path) == publisher.state
     tags = scene.registry.get(2).tags
-    assert tags["data_window"] == "online round 0, 9 records" and tags["drafter_version"] == "tiny-r1"
+    assert tags["data_window"] == "online round 0, 9 records" and plain(tags["drafter_version"]) == "tiny-r1"
+
+
+def test_two_runs_of_one_name_do_not_share_versions(scene: Scene, desks: Desks, tmp_path: Path) -> None:
+    """Else a server on the other run's drafter would pass for one that is in step."""
+    settle(scene.publisher(), 1.75)
+    mine = scene.servers[0].drafter_version
+    elsewhere = tmp_path / "other"
+    elsewhere.mkdir()
+    other = OnlinePublisher(
+        elsewhere,
+        desks.open(),
+        scene.servers,
+        guard_documents=[],
+        canary_reader=None,
+        canary=CanaryConfig(),
+        run_id=desks.run_id,
+        name=NAME,
+    )
+    settle(other, 2.0, seed=2)
+    theirs = scene.servers[0].drafter_version
+    assert plain(mine) == plain(theirs) == "tiny-r1" and mine != theirs
 
 
 def test_refused_drafter_is_never_served(scene: Scene) -> None:
@@ -239,6 +266,19 @@ def test_a_server_that_falls_silent_says_nothing_of_the_drafter(scene: Scene) ->
     assert outcome.outcome == "swap_failed" and "no answer" in outcome.reason
     assert scene.registry.get(2).tags.get("gate_outcome") != "refused"
     assert scene.champion() == 1
+
+
+def test_a_server_restarted_during_the_canary_proves_nothing(scene: Scene) -> None:
+    def restart() -> None:
+        scene.servers[0].drafter_version = FIRST
+
+    scene.canary.on_watch = restart
+    publisher = scene.publisher()
+    settle(publisher, 1.75)
+    (outcome,) = publisher.state.outcomes
+    assert outcome.outcome == "swap_failed" and "restarted" in outcome.reason
+    assert scene.champion() == 1 and scene.serving() == [FIRST, FIRST]
+    assert scene.registry.get(2).tags.get("gate_outcome") != "refused"  # the drafter is not to blame
 
 
 def test_whatever_breaks_before_the_verdict_the_challenger_does_not_stay(scene: Scene) -> None:
