@@ -1,4 +1,4 @@
-"""What the bridge costs: the hooks alone, serving with and without records, each transport, and the pause of a swap.
+"""What the bridge costs: recording alone, serving with and without records, each transport, and the pause of a swap.
 
     python benchmarks/sglang_bridge.py --run outputs/sglang --python .venv-sglang/bin/python
 
@@ -22,7 +22,9 @@ from pathlib import Path
 import msgspec
 import psutil
 import torch
+from transformers import AutoTokenizer
 
+from datamodules.chat import render_prompt
 from serving_bridge.records import Round, Sampling, VerificationRecord
 from serving_bridge.sglang_http import ServerAddress, SGLangClient
 from serving_bridge.sglang_launch import Launch
@@ -59,10 +61,7 @@ def cpu_seconds(server: ServerProcess) -> float:
 
 def one_workload(args: argparse.Namespace, launch: Launch, work: Path) -> tuple[float, int]:
     """(CPU seconds, tokens) of answering the prompts on a fresh server."""
-    prompts = [
-        json.loads(line)["prompt_ids"]
-        for line in (args.run / "responses" / "train" / "responses.jsonl").open()
-    ]
+    prompts = unseen_prompts(args.run / "target")
     with running_server(launch, work / "server.log") as server:
         client = SGLangClient(ServerAddress(server.url), 120.0)
 
@@ -74,6 +73,13 @@ def one_workload(args: argparse.Namespace, launch: Launch, work: Path) -> tuple[
         before = cpu_seconds(server)
         tokens = sum(ask(prompt) for prompt in prompts[1 : 1 + args.requests])
         return cpu_seconds(server) - before, tokens
+
+
+def unseen_prompts(target: Path) -> list[list[int]]:
+    """Prompts in token ids that the drafter was not trained on: it accepts far more on those that it was."""
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    rows = Path(__file__).parents[1] / "configs" / "quickstart_prompts" / "heldout.jsonl"
+    return [render_prompt(tokenizer, json.loads(line)["messages"]) for line in rows.open()]
 
 
 def logging_cost(args: argparse.Namespace, work: Path) -> None:
@@ -91,7 +97,7 @@ def logging_cost(args: argparse.Namespace, work: Path) -> None:
 
 
 def hook_time(args: argparse.Namespace) -> None:
-    """What the plugin's hooks do for a request in a round, without a server: 64 requests, blocks of 16, 8 verified."""
+    """What making records takes of the scheduler's thread, without a server: 64 requests, blocks of 16, 8 verified."""
     requests, block, rounds = 64, 16, 80
     settings = PluginSettings(log="unused", target_id="t")
     writer = CountingLog()
@@ -133,7 +139,7 @@ def hook_time(args: argparse.Namespace) -> None:
     count = args.repeats * requests
     assert writer.written == count
     print(
-        f"hooks: {spent / count / rounds * 1e6:.2f} µs of the scheduler's thread per request and round "
+        f"recording: {spent / count / rounds * 1e6:.2f} µs of the scheduler's thread per request and round "
         f"({spent / count * 1e6:.0f} µs per request of {rounds} rounds), {requests} requests at once"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import lightning as L
@@ -32,6 +33,10 @@ class ReplayLoader:
         return iter(self.packs)
 
 
+class OtherTrainingData(UserError):
+    """A checkpoint was written while training on something else."""
+
+
 class OfflineDataModule(L.LightningDataModule):
     """Packed training batches and validation documents for replay τ.
 
@@ -58,24 +63,25 @@ class OfflineDataModule(L.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """What the batches are made from; their position is the loader's own state."""
-        return {"training_data": self._fingerprint()}
+        return {"training_data": self._fingerprint}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Check that a resumed run goes on with the batches that it began with.
 
         Raises:
-            UserError: when they would be others.
+            OtherTrainingData: when they would be others.
         """
-        if state_dict["training_data"] != self._fingerprint():
-            raise UserError(
-                "the training documents, their packing or the seed changed since this run began, so --resume "
-                "would not continue it; run without --resume"
+        if state_dict["training_data"] != self._fingerprint:
+            raise OtherTrainingData(
+                "the training documents, their packing or the seed changed since it was written, so it cannot be continued"
             )
 
+    @cached_property
     def _fingerprint(self) -> str:
+        # without round starts: they are replayed at every start, and ties may fall differently on another machine
         digest = hashlib.sha256(repr((self.packing, self.seed)).encode())
         for d in self.train_documents:
-            digest.update(repr((d.document_id, d.token_ids, d.response_mask, d.round_starts)).encode())
+            digest.update(repr((d.document_id, d.token_ids, d.response_mask)).encode())
         return digest.hexdigest()
 
     def _place(self) -> tuple[int, int]:

@@ -1,14 +1,18 @@
-"""Attention of the target when it decodes: several requests in one forward, and no copies of shared keys.
+"""Attention of HF models where several things share one row: requests that decode together, documents with their blocks.
 
-Registered with HF as an attention implementation, so that the model itself stays HF's. Two cases differ from HF's own SDPA.
+Registered with HF as an attention implementation, so that the model itself stays HF's. Three cases differ from HF's own SDPA.
 
 - *Ragged rows.* The new tokens of several requests lie end to end in one row, as many of each as its verify_len asks for;
-  linear layers see them together, attention runs request by request on its own cache. Nothing is padded.
+  linear layers see them together, attention runs request by request on its own cache. Nothing is padded. The last tokens of a
+  request may be a block, which sees itself in both directions (a D3D drafter that drafts).
+- *Packed rows.* Documents lie end to end, and behind them blocks anchored in them (a D3D drafter that learns). Documents are
+  causal; a block sees its document strictly before its anchor, and itself in both directions.
 - *A few new tokens on a long cache with a mask* (HF's `generate` on a padded batch). With grouped-query attention HF copies
   every cached key and value once per query head, at every step. The heads of a group see the same keys, so
   they can stand as further query rows of one head instead.
 
-Shapes: R rows of a batch, K query heads, G key-value heads, S new tokens, T cached and new tokens, D head size.
+Shapes: R rows of a batch, K query heads, G key-value heads, S new tokens, T cached and new tokens, D head size; in packed rows
+T document tokens, N blocks, B block size.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from drafters.blocks import AttentionGroup
+
 NAME = "sdpa_batched"
 """Name in HF's attention registry."""
 
@@ -33,10 +39,26 @@ MAX_FOLDED_TOKENS = 16
 
 @dataclass(frozen=True)
 class RaggedRows:
-    """Which slice of a flat row belongs to which cache; passed through the model to every layer."""
+    """Which slice of a flat row belongs to which cache; passed through the model to every layer.
+
+    The last `block_size` tokens of each slice are a block; 0 for none.
+    """
 
     lengths: Sequence[int]
     caches: Sequence[DynamicCache]
+    block_size: int = 0
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """A row of T document tokens and N·B block slots.
+
+    `document_lengths` add up to T; `groups` say which blocks see which slice of the documents.
+    """
+
+    document_lengths: Sequence[int]
+    groups: Sequence[AttentionGroup]
+    block_size: int
 
 
 def runs_batched(model: Any) -> bool:
@@ -80,9 +102,13 @@ def batched_attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     ragged: RaggedRows | None = None,
+    packed: PackedRows | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """HF's attention interface: query [R, K, S, D], key and value [R, G, T, D] → [R, S, K, D]."""
+    if packed is not None:
+        # autocast leaves rotated queries and keys in fp32
+        return _packed(query.to(value.dtype), key.to(value.dtype), value, scaling, packed), None
     if ragged is not None:
         return _ragged(module, query, key, value, scaling, ragged), None
     new_tokens = query.shape[2]
@@ -114,19 +140,63 @@ def _ragged(
         strict=True,
     ):
         k, v = cache.update(new_keys, new_values, module.layer_idx)
-        if k.shape[2] == q.shape[2]:
+        if k.shape[2] == q.shape[2] and not ragged.block_size:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         else:
-            out = _folded(q, k, v, _causal_mask(q.shape[2], k.shape[2], q.device), scaling)
+            mask = _causal_mask(q.shape[2], k.shape[2], ragged.block_size, q.device)
+            out = _folded(q, k, v, mask, scaling)
         outputs.append(out)
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
-def _causal_mask(new_tokens: int, all_tokens: int, device: torch.device) -> torch.Tensor | None:
+def _causal_mask(
+    new_tokens: int, all_tokens: int, block_size: int, device: torch.device
+) -> torch.Tensor | None:
     if new_tokens == 1:
         return None
     seen = torch.ones(new_tokens, all_tokens, dtype=torch.bool, device=device)
-    return seen.tril(all_tokens - new_tokens)[None, None]
+    seen = seen.tril(all_tokens - new_tokens)
+    if block_size:
+        seen[-block_size:, -block_size:] = True
+    return seen[None, None]
+
+
+def _packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    packed: PackedRows,
+) -> torch.Tensor:
+    outputs: list[torch.Tensor] = []
+    start = 0
+    for length in packed.document_lengths:
+        rows = slice(start, start + length)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                query[:, :, rows],
+                key[:, :, rows],
+                value[:, :, rows],
+                is_causal=True,
+                scale=scaling,
+                enable_gqa=True,
+            )
+        )
+        start += length
+    for group in packed.groups:
+        first, last = group.blocks.start * packed.block_size, group.blocks.stop * packed.block_size
+        rows = slice(start + first, start + last)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                query[:, :, rows],
+                torch.cat([key[:, :, group.context], key[:, :, rows]], dim=2),
+                torch.cat([value[:, :, group.context], value[:, :, rows]], dim=2),
+                attn_mask=group.mask,
+                scale=scaling,
+                enable_gqa=True,
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
 def _folded(

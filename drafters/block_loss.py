@@ -1,7 +1,8 @@
 """The training loss over all blocks of a batch, with memory that does not grow with slots × vocabulary.
 
-The head is frozen, so loss and d(loss)/d(hidden) are formed together in the forward pass, a few blocks at a time: logits of
-one chunk exist, then only their gradient with respect to the hidden states remains. No recompute in the backward.
+Loss and d(loss)/d(hidden) are formed together in the forward pass, a few blocks at a time: logits of one chunk exist, then
+only their gradient with respect to the hidden states remains, and with respect to the head if that is trained (D3D; DFlash's is
+the target's and frozen). No recompute in the backward.
 Slots that do not count never reach the head. Several slots share a target position: what is needed of the teacher is
 computed once per distinct position of a chunk (blocks are sorted by anchor, so chunks hardly overlap), and for `ce` and `osd`
 may be computed once for all (`drafters.teacher`).
@@ -70,21 +71,25 @@ def block_loss(
     *,
     teacher_hidden_TH: torch.Tensor | None = None,
     moments: TeacherMoments | None = None,
+    teacher_head_VH: torch.Tensor | None = None,
     chunk_rows: int | None = None,
 ) -> BlockLoss:
     """Weighted mean of the slot losses, Σ w·ℓ / Σ w.
 
     Args:
         hidden_NBH: drafter hidden states.
-        head_VH: frozen head shared with the target; matmuls run in its dtype, softmax and sums in fp32 (fp64 if
-            the head is fp64).
+        head_VH: head of the drafter; matmuls run in its dtype, softmax and sums in fp32 (fp64 if the head is fp64).
+            Receives a gradient if it requires one, for `ce` and `opd`.
         targets: what to predict.
         spec: the objective.
         teacher_hidden_TH: the target's final hidden states. Required by `opd`, and by `osd` without `moments`. For
             `ce`, neither of the two takes the served tokens as labels, which for greedy text are the target's greedy tokens.
         moments: the teacher's moments at every flat position, for `ce` and `osd`; saves the teacher's share of the head.
+        teacher_head_VH: the target's head where the drafter has its own; None: they share one.
         chunk_rows: slots per chunk; default by `CHUNK_BYTES`.
     """
+    if head_VH.requires_grad and spec.objective == "osd":
+        raise ValueError("objective osd keeps too little of the teacher to train a head; use ce or opd")
     if spec.needs_teacher and teacher_hidden_TH is None and (moments is None or spec.objective == "opd"):
         raise ValueError(f"objective {spec.objective} needs the target's hidden states")
     block_size = hidden_NBH.shape[1]
@@ -92,7 +97,14 @@ def block_loss(
     # autocast would round the logits to half precision, and cast the whole head again for every chunk
     with torch.autocast(hidden_NBH.device.type, enabled=False):
         value, match_NB, agree = _BlockLossFunction.apply(
-            hidden_NBH, head_VH, targets, spec, teacher_hidden_TH, moments, max(1, rows // (block_size - 1))
+            hidden_NBH,
+            head_VH,
+            targets,
+            spec,
+            teacher_hidden_TH,
+            moments,
+            head_VH if teacher_head_VH is None else teacher_head_VH,
+            max(1, rows // (block_size - 1)),
         )
     return BlockLoss(value, match_NB, float(agree))
 
@@ -107,13 +119,15 @@ class _BlockLossFunction(torch.autograd.Function):
         spec: LossSpec,
         teacher_hidden_TH: torch.Tensor | None,
         moments: TeacherMoments | None,
+        teacher_head_VH: torch.Tensor,
         blocks_per_chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         accumulate = torch.float64 if head_VH.dtype == torch.float64 else torch.float32
         valid_NB = targets.valid_NB
         base_B = fixed_weights(spec, hidden_NBH.shape[1], hidden_NBH.device).to(accumulate)
         weight_sum = float((base_B * valid_NB).sum())
-        grad_NBH = torch.zeros_like(hidden_NBH, dtype=accumulate)
+        grad_NBH = torch.zeros(hidden_NBH.shape, dtype=accumulate, device=hidden_NBH.device)
+        grad_VH = torch.zeros_like(head_VH, dtype=accumulate) if ctx.needs_input_grad[1] else None
         match_NB = torch.zeros_like(valid_NB)
         loss_sum = hidden_NBH.new_zeros((), dtype=accumulate)
         used_weight = hidden_NBH.new_zeros((), dtype=accumulate)
@@ -134,14 +148,16 @@ class _BlockLossFunction(torch.autograd.Function):
                 known_R = moments.at(position_R)
             elif teacher_hidden_TH is not None:
                 positions_P, inverse_R = position_R.unique(return_inverse=True)
-                teacher_PH = teacher_hidden_TH[positions_P].to(head_VH.dtype)
+                teacher_PH = teacher_hidden_TH[positions_P].to(teacher_head_VH.dtype)
                 if spec.objective == "opd":
-                    teacher_PV = teacher_PH @ head_VH.T
+                    teacher_PV = teacher_PH @ teacher_head_VH.T
                     labels_R = teacher_PV.max(dim=-1).indices[inverse_R]
                     teacher_PV = teacher_PV.to(accumulate).div_(spec.temperature).log_softmax(dim=-1)
                     logp_RV = teacher_PV[inverse_R]
                 else:
-                    known_R = teacher_moments(teacher_PH, head_VH, soft=spec.needs_teacher).at(inverse_R)
+                    known_R = teacher_moments(teacher_PH, teacher_head_VH, soft=spec.needs_teacher).at(
+                        inverse_R
+                    )
             if known_R is not None:
                 labels_R = known_R.greedy_T
             same_R = labels_R == served_R
@@ -153,7 +169,7 @@ class _BlockLossFunction(torch.autograd.Function):
                 grad_RH = (dlogits_RV.to(head_VH.dtype) @ head_VH).to(accumulate)
             else:
                 soft_R = known_R if spec.objective == "osd" else None
-                loss_R, grad_RH, log_label_R = label_losses(
+                loss_R, grad_RH, log_label_R, dlogits_RV = label_losses(
                     rows_RH, raw_RV, top_R, head_VH, labels_R, hard_R, soft_R
                 )
             weights_R = base_B[slot_R]
@@ -166,18 +182,48 @@ class _BlockLossFunction(torch.autograd.Function):
             used_weight += weights_R.sum()
             # weights scale the [R, H] product, not the [R, V] gradient: fewer bytes, same result
             grad_NBH[start + block_R, slot_R] = grad_RH * weights_R[:, None]
+            if grad_VH is not None:
+                kept_R = weights_R if spec.objective == "opd" else weights_R * hard_R
+                grad_VH += (dlogits_RV * kept_R[:, None]).to(head_VH.dtype).T @ rows_RH
             match_NB[start + block_R, slot_R] = top_R == served_R
             agreeing += same_R.sum()
         normaliser = used_weight.clamp_min(torch.finfo(accumulate).tiny)
-        ctx.save_for_backward((grad_NBH / normaliser).to(hidden_NBH.dtype))
+        ctx.save_for_backward(
+            (grad_NBH / normaliser).to(hidden_NBH.dtype),
+            None if grad_VH is None else grad_VH.div_(normaliser).to(head_VH.dtype),
+        )
         agree = agreeing / valid_NB.sum().clamp_min(1)
         ctx.mark_non_differentiable(match_NB, agree)
         return loss_sum / normaliser, match_NB, agree
 
     @staticmethod
     def backward(ctx: Any, grad_value: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        (grad_NBH,) = ctx.saved_tensors
-        return grad_NBH * grad_value.to(grad_NBH.dtype), *[None] * 6
+        grad_NBH, grad_VH = ctx.saved_tensors
+        return (
+            grad_NBH * grad_value.to(grad_NBH.dtype),
+            None if grad_VH is None else grad_VH * grad_value.to(grad_VH.dtype),
+            *[None] * 6,
+        )
+
+
+def next_token_loss(
+    hidden_TH: torch.Tensor, head_VH: torch.Tensor, batch: PackedBatch, *, chunk_rows: int | None = None
+) -> torch.Tensor:
+    """Mean cross-entropy of every response token given all tokens before it (D3D eq. 6), scalar with a graph.
+
+    A next token is a block of one draft.
+    """
+    flat_T = torch.arange(batch.num_tokens, device=hidden_TH.device)
+    follows_T = batch.position_ids_T > 0
+    predicted_R = flat_T[batch.response_mask_T & follows_T]
+    targets = BlockTargets(
+        served_NB=batch.input_ids_T[predicted_R][:, None].expand(-1, 2),
+        valid_NB=torch.tensor([False, True], device=hidden_TH.device).expand(len(predicted_R), 2),
+        teacher_NB=(predicted_R - 1)[:, None].expand(-1, 2),
+    )
+    rows_R2H = hidden_TH[predicted_R - 1][:, None].expand(-1, 2, -1)
+    spec = LossSpec(objective="ce", weighting="uniform")
+    return block_loss(rows_R2H, head_VH, targets, spec, chunk_rows=chunk_rows).value
 
 
 def _before_first_difference(

@@ -1,6 +1,7 @@
 """Serving checkpoints: a plain directory that SGLang loads as it is.
 
-`config.json` + `model.safetensors` (z-lab/SGLang layout: the drafter's own state dict, no embedding, no head), optionally
+`config.json` + `model.safetensors` (DFlash: z-lab/SGLang layout, the drafter's own state dict, no embedding, no head; D3D: a HF
+causal LM as `AutoModelForCausalLM` loads it, with `d3d_config`), optionally
 `length_head.json` + `length_head.safetensors`, and `manifest.json` with the sha256 of every file, the target's identity and
 the drafter's version. Engines ignore unknown tensors and do not notice missing ones, so both are refused here.
 """
@@ -11,6 +12,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
+from drafters.d3d import D3DDrafter, D3DSpec
 from drafters.dflash import DFlashDrafter
 from drafters.errors import UserError
+from drafters.fill import Drafter
 from drafters.identity import TargetIdentity
 from drafters.length_head import LengthHead
 from drafters.precondition import plain_state
@@ -39,7 +43,7 @@ registry or a server never call different weights by one name."""
 class LoadedDrafter:
     """A drafter directory in memory."""
 
-    drafter: DFlashDrafter
+    drafter: Drafter
     length_head: LengthHead | None
     manifest: dict[str, Any]
 
@@ -60,7 +64,7 @@ def file_sha256(path: Path) -> str:
 
 def save_drafter(
     directory: str | Path,
-    drafter: DFlashDrafter,
+    drafter: Drafter,
     *,
     identity: TargetIdentity,
     drafter_version: str,
@@ -77,11 +81,17 @@ def save_drafter(
         UserError: when a weight is not finite, naming it.
     """
     directory = Path(directory)
+    family = "d3d" if isinstance(drafter, D3DDrafter) else "dflash"
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        _save_tensors(staging / "model.safetensors", drafter, dtype)
         config = drafter.config.to_dict()
+        if isinstance(drafter, D3DDrafter):
+            tied = ("lm_head.weight",) if config["tie_word_embeddings"] else ()
+            _save_tensors(staging / "model.safetensors", drafter.lm, dtype, without=tied)
+            config["architectures"] = [type(drafter.lm).__name__]
+        else:
+            _save_tensors(staging / "model.safetensors", drafter, dtype)
         # engines older than transformers 5 read the flat fields, newer ones `rope_parameters`
         rope = config.get("rope_parameters") or {}
         config["rope_theta"] = rope.get("rope_theta")
@@ -102,7 +112,7 @@ def save_drafter(
         files = {p.name: file_sha256(p) for p in sorted(staging.iterdir())}
         manifest = {
             "format_version": FORMAT_VERSION,
-            "family": "dflash",
+            "family": family,
             "drafter_version": drafter_version.replace(CONTENT, _digest(files)[:8]),
             "target": identity.to_json(),
             "block_size": drafter.block_size,
@@ -129,9 +139,7 @@ def load_drafter(directory: str | Path, *, dtype: torch.dtype | None = None) -> 
     """
     directory = Path(directory)
     manifest = verify_manifest(directory)
-    config = Qwen3Config.from_pretrained(directory)
-    drafter = DFlashDrafter(config)
-    _load_strict(drafter, directory / "model.safetensors")
+    drafter = _load_d3d(directory) if manifest.get("family") == "d3d" else _load_dflash(directory)
     head: LengthHead | None = None
     if any(name in manifest["files"] or (directory / name).exists() for name in HEAD_FILES):
         unlisted = [name for name in HEAD_FILES if name not in manifest["files"]]
@@ -144,6 +152,34 @@ def load_drafter(directory: str | Path, *, dtype: torch.dtype | None = None) -> 
         _load_strict(head, directory / "length_head.safetensors")
         head.eval()
     return LoadedDrafter(drafter.to(dtype or torch.bfloat16).eval(), head, manifest)
+
+
+def _load_dflash(directory: Path) -> Drafter:
+    drafter = DFlashDrafter(Qwen3Config.from_pretrained(directory))
+    _load_strict(drafter, directory / "model.safetensors")
+    return drafter
+
+
+def _load_d3d(directory: Path) -> Drafter:
+    config = AutoConfig.from_pretrained(directory)
+    D3DSpec.from_config(config)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, config=config, dtype="auto", output_loading_info=True
+        )
+    except (SafetensorError, OSError, RuntimeError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise UserError(f"{directory}: the model cannot be loaded ({first_line})") from None
+    lm, found = loaded
+    problems = {
+        key: sorted(map(str, found[key])) for key in ("missing_keys", "unexpected_keys") if found[key]
+    }
+    if problems:
+        raise UserError(f"{directory}: {problems}")
+    bad = first_nonfinite(lm.state_dict())
+    if bad is not None:
+        raise UserError(f"{directory}: {bad} is not finite")
+    return D3DDrafter(lm)
 
 
 def verify_manifest(directory: str | Path) -> dict[str, Any]:
@@ -197,9 +233,11 @@ def first_nonfinite(tensors: dict[str, torch.Tensor]) -> str | None:
     return None
 
 
-def _save_tensors(path: Path, module: nn.Module, dtype: torch.dtype) -> None:
+def _save_tensors(path: Path, module: nn.Module, dtype: torch.dtype, without: Sequence[str] = ()) -> None:
     tensors = {
-        name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in plain_state(module).items()
+        name: tensor.detach().to("cpu", dtype).contiguous()
+        for name, tensor in plain_state(module).items()
+        if name not in without
     }
     bad = first_nonfinite(tensors)
     if bad is not None:

@@ -20,8 +20,10 @@ import torch
 from transformers import DynamicCache
 
 from drafters.blocks import AttentionGroup
+from drafters.d3d import D3DDrafter
 from drafters.dflash import ContextCache, DFlashDrafter, KeyValue
 from drafters.errors import UserError
+from drafters.fill import Drafter, draft_head
 from drafters.policies import LengthPolicy, Load
 from drafters.target import Target, TargetOutput
 from drafters.verify import (
@@ -40,7 +42,7 @@ FinishReason = Literal["stop", "length"]
 class ServingDrafter:
     """One drafter version as serving uses it: swapped as a whole."""
 
-    drafter: DFlashDrafter
+    drafter: Drafter
     policy: LengthPolicy
     drafter_version: str
     draft_sampling: DraftSampling = "argmax"
@@ -115,7 +117,9 @@ class DecodingSession:
         self._features: list[torch.Tensor] = []
         self._encoded = 0
         self._context = ContextCache()
-        self._context_owner: DFlashDrafter | None = None
+        # a D3D drafter's own cache of the first `_encoded` tokens
+        self._draft_cache: DynamicCache | None = None
+        self._context_owner: Drafter | None = None
 
     @property
     def output_ids(self) -> list[int]:
@@ -168,6 +172,15 @@ class DecodingSession:
             self._context, self._context_owner, self._encoded = ContextCache(), drafter, 0
         new = self._features[self._encoded :]
         return torch.cat(new) if new else None
+
+    def _unread(self, drafter: D3DDrafter) -> tuple[torch.Tensor, int, DynamicCache]:
+        """Tokens up to the anchor that the drafter's cache lacks, their position, and the cache; all after a swap."""
+        if self._context_owner is not drafter or self._draft_cache is None:
+            self._draft_cache = DynamicCache(config=drafter.config)
+            self._context_owner, self._encoded = drafter, 0
+        tokens = torch.tensor(self.tokens[self._encoded :], device=self.target.device)
+        start, self._encoded = self._encoded, self._start
+        return tokens, start, self._draft_cache
 
     def _extend_context(self, layers: list[KeyValue]) -> None:
         """Append what `_unencoded` lacked, now that it is encoded."""
@@ -236,21 +249,22 @@ class DecodingSession:
 
 
 @torch.no_grad()
-def draft_blocks(
-    sessions: Sequence[DecodingSession], drafter: DFlashDrafter
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draft_blocks(sessions: Sequence[DecodingSession], drafter: Drafter) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill one block for each session that has begun.
 
     Returns:
         hidden_NBH and the embeddings_NBH that went in.
     """
     target = sessions[0].target
-    _encode(sessions, drafter)
-    starts_N = torch.tensor([session._start for session in sessions], device=target.device)
     blocks_NB = torch.full(
         (len(sessions), drafter.block_size), drafter.spec.mask_token_id, device=target.device
     )
     blocks_NB[:, 0] = torch.tensor([session.tokens[-1] for session in sessions], device=target.device)
+    if isinstance(drafter, D3DDrafter):
+        tokens, starts, caches = zip(*(session._unread(drafter) for session in sessions), strict=True)
+        return drafter.draft(tokens, starts, caches), drafter.lm.get_input_embeddings()(blocks_NB)
+    _encode(sessions, drafter)
+    starts_N = torch.tensor([session._start for session in sessions], device=target.device)
     groups: list[AttentionGroup] = []
     first = 0
     for number, session in enumerate(sessions):
@@ -310,8 +324,10 @@ def decode_round(
     running = [session for session in sessions if session.begun]
     if running:
         hidden_NBH, embeddings_NBH = draft_blocks(running, serving.drafter)
-        drafted = hidden_NBH[:, 1:].to(target.dtype)
-        logits_NBV = target.logits(drafted.flatten(0, 1)).view(*drafted.shape[:2], -1)
+        head_VH = draft_head(serving.drafter, target)
+        drafted = hidden_NBH[:, 1:].to(head_VH.dtype)
+        # two dimensions, or `linear` would copy the head once per block
+        logits_NBV = torch.nn.functional.linear(drafted.flatten(0, 1), head_VH).view(*drafted.shape[:2], -1)
         lengths_N = serving.policy.verify_len(hidden_NBH, embeddings_NBH, load or Load(running=len(sessions)))
         for session, logits, length in zip(running, logits_NBV, lengths_N.tolist(), strict=True):
             with _noting(session, failed):

@@ -1,18 +1,24 @@
 """Filling all blocks of a packed batch in one drafter pass: the step that training, replay and label making share.
 
-Shapes: N blocks, B block size, T flat tokens, H hidden, C feature width.
+Also the one place that knows what the families of drafters need: DFlash the target's features and head, D3D neither.
+
+Shapes: N blocks, B block size, T flat tokens, H hidden, C feature width, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from drafters.blocks import BlockLayout, attention_groups, build_blocks
+from drafters.d3d import D3DDrafter
 from drafters.dflash import DFlashDrafter
 from drafters.packing import PackedBatch
 from drafters.target import Target
+
+Drafter = DFlashDrafter | D3DDrafter
 
 
 @dataclass(frozen=True)
@@ -37,3 +43,28 @@ def fill_blocks(
         attention_groups(batch, drafter.block_size),
     )
     return FilledBlocks(hidden_NBH, embeddings_NBH, layout)
+
+
+def block_filler(
+    drafter: Drafter, target: Target, documents: PackedBatch
+) -> Callable[[PackedBatch], torch.Tensor]:
+    """Fills blocks at any anchors of these documents: a batch of them with other anchors → hidden_NBH.
+
+    What does not depend on the anchors is computed here, once.
+    """
+    if isinstance(drafter, D3DDrafter):
+        return lambda batch: drafter(batch).hidden_NBH
+    features_TC = target.forward_packed(documents.input_ids_T, documents.position_ids_T).features_TC
+    return lambda batch: fill_blocks(drafter, target, batch, features_TC).hidden_NBH
+
+
+def draft_head(drafter: Drafter, target: Target) -> torch.Tensor:
+    """The head [V, H] that turns the drafter's hidden states into drafts."""
+    return drafter.head_VH if isinstance(drafter, D3DDrafter) else target.head_VH
+
+
+def layer_conflict(drafter: Drafter, target: Target) -> str | None:
+    """What is wrong with the layers that the drafter reads of this target; None if nothing, or if it reads none."""
+    if isinstance(drafter, D3DDrafter) or drafter.spec.target_layer_ids == target.layer_ids:
+        return None
+    return f"reads target layers {drafter.spec.target_layer_ids}, the target captures {target.layer_ids}"

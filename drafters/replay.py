@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from drafters.dflash import DFlashDrafter
-from drafters.fill import fill_blocks
+from drafters.fill import Drafter, block_filler, draft_head
 from drafters.packing import Document, PackedBatch, pack_documents
 from drafters.target import Target
 
@@ -88,7 +87,7 @@ def chunked_argmax(hidden_RH: torch.Tensor, head_VH: torch.Tensor, rows: int = 5
 
 @torch.no_grad()
 def draft_all_anchors(
-    drafter: DFlashDrafter, target: Target, documents: Sequence[Document]
+    drafter: Drafter, target: Target, documents: Sequence[Document]
 ) -> Iterator[tuple[Document, list[int], torch.Tensor]]:
     """Argmax drafts at every anchor of every document.
 
@@ -97,13 +96,12 @@ def draft_all_anchors(
     """
     for pack in iterate_packs(documents, REPLAY_TOKENS):
         full = pack_documents(pack, anchors_per_document=0, anchor_source="all").to(target.device)
-        output = target.forward_packed(full.input_ids_T, full.position_ids_T)
+        fill, head_VH = block_filler(drafter, target, full), draft_head(drafter, target)
         drafts: list[torch.Tensor] = []
         for anchors in full.anchors_N.split(REPLAY_BLOCKS):
-            part = _with_anchors(full, anchors)
-            hidden_NBH = fill_blocks(drafter, target, part, output.features_TC).hidden_NBH
+            hidden_NBH = fill(_with_anchors(full, anchors))
             flat = hidden_NBH[:, 1:].reshape(-1, hidden_NBH.shape[-1])
-            drafts.append(chunked_argmax(flat, target.head_VH).view(-1, drafter.block_size - 1).cpu())
+            drafts.append(chunked_argmax(flat, head_VH).view(-1, drafter.block_size - 1).cpu())
         drafts_NB = (
             torch.cat(drafts) if drafts else torch.zeros((0, drafter.block_size - 1), dtype=torch.long)
         )
@@ -182,7 +180,7 @@ def response_spans(mask: Sequence[bool]) -> list[tuple[int, int]]:
     return spans
 
 
-def replay(drafter: DFlashDrafter, target: Target, documents: Sequence[Document]) -> list[ReplayResult]:
+def replay(drafter: Drafter, target: Target, documents: Sequence[Document]) -> list[ReplayResult]:
     """Replay every document; results in the documents' order."""
     return [
         walk_rounds(document, anchors, drafts, drafter.block_size)

@@ -108,7 +108,7 @@ def label_losses(
     labels_R: torch.Tensor,
     hard_R: torch.Tensor,
     soft_R: TeacherMoments | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cross-entropy with hard labels, or KL(p‖q) with soft ones, in fp32 (fp64 for a fp64 head).
 
     Args:
@@ -121,7 +121,8 @@ def label_losses(
         soft_R: moments of the soft labels, which replace the hard ones; None for hard labels.
 
     Returns:
-        loss [R], gradient with respect to the hidden states [R, H], log q(label) [R].
+        loss [R], gradient with respect to the hidden states [R, H], log q(label) [R], and q - onehot(label) [R, V], which is
+        the gradient with respect to the logits where a hard label was not dropped.
     """
     accumulate = torch.float64 if head_VH.dtype == torch.float64 else torch.float32
     rows = torch.arange(labels_R.numel(), device=labels_R.device)
@@ -133,9 +134,9 @@ def label_losses(
     grad_RH = (q_RV.to(head_VH.dtype) @ head_VH).to(accumulate)
     if soft_R is None:
         hard = hard_R.to(accumulate)
-        return -log_label_R * hard, grad_RH * hard[:, None], log_label_R
+        return -log_label_R * hard, grad_RH * hard[:, None], log_label_R, q_RV
     assert soft_R.excess_TH is not None
     assert soft_R.negentropy_T is not None
     excess_RH = soft_R.excess_TH.to(accumulate)
     loss_R = soft_R.negentropy_T - log_label_R - torch.linalg.vecdot(hidden_RH.to(accumulate), excess_RH)
-    return loss_R, grad_RH - excess_RH, log_label_R
+    return loss_R, grad_RH - excess_RH, log_label_R, q_RV

@@ -13,7 +13,7 @@ from torch import nn
 from drafters.block_loss import BlockLoss, BlockTargets, accepted_prefix, block_loss
 from drafters.dflash import DFlashDrafter
 from drafters.feature_cache import FeatureCache
-from drafters.fill import FilledBlocks, fill_blocks
+from drafters.fill import Drafter, FilledBlocks, fill_blocks
 from drafters.objectives import LossSpec
 from drafters.packing import Document, PackedBatch
 from drafters.replay import replay, total_acceptance_length
@@ -43,7 +43,7 @@ class BlockTrainingModule(L.LightningModule):
 
     def __init__(
         self,
-        drafter: DFlashDrafter,
+        drafter: Drafter,
         target: Target,
         loss: LossSpec,
         optim: OptimSpec,
@@ -97,6 +97,7 @@ class BlockTrainingModule(L.LightningModule):
             output = self.features.forward(batch)
         else:
             output = self.target.forward_packed(batch.input_ids_T, batch.position_ids_T)
+        assert isinstance(self.drafter, DFlashDrafter)
         filled = fill_blocks(self.drafter, self.target, batch, output.features_TC)
         targets = BlockTargets.from_layout(batch, filled.layout)
         seen = targets

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from datamodules.streaming import record_to_document
-from drafters.dflash import DFlashDrafter
+from drafters.fill import Drafter
 from drafters.replay import draft_all_anchors
 from pipeline.config import CanaryConfig
 from pipeline.console import say
@@ -151,7 +151,7 @@ def compare(
 
 @torch.no_grad()
 def score_records(
-    records: Sequence[VerificationRecord], drafter_version: str, baseline: DFlashDrafter, bundle: TargetBundle
+    records: Sequence[VerificationRecord], drafter_version: str, baseline: Drafter, bundle: TargetBundle
 ) -> list[RecordScore]:
     """Score the rounds that `drafter_version` drafted; records without one that can be compared are left out."""
     documents = [record_to_document(record) for record in records]

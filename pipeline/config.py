@@ -62,8 +62,14 @@ class TargetConfig(Section):
 class DrafterConfig(Section):
     """Architecture and starting weights."""
 
-    family: Literal["dflash"] = Field("dflash", description="Drafter family; the only one so far.")
-    num_layers: int = Field(4, ge=1, description="Drafter layers.")
+    family: Literal["dflash", "d3d"] = Field(
+        "dflash", description="dflash: reads the target's states; d3d: a causal LM of its own."
+    )
+    model: str | None = Field(
+        None,
+        description="d3d: hub name or HF directory of the causal LM to train; null takes the target itself.",
+    )
+    num_layers: int = Field(4, ge=1, description="Layers of a dflash drafter; d3d has those of its model.")
     block_size: int = Field(
         8, ge=2, le=64, description="Slots per block, anchor included: B drafts B-1 tokens."
     )
@@ -72,8 +78,14 @@ class DrafterConfig(Section):
         None,
         description="Explicit ids (0 = first decoder layer's output); null spreads `num_context_layers`.",
     )
-    init: Literal["random", "target"] = Field("random", description="Random, or copies of target layers.")
+    init: Literal["random", "target"] = Field(
+        "random", description="Random, or copies of target layers; d3d: or the weights of its model."
+    )
     init_layer_ids: list[int] | None = Field(None, description="Target layers to copy for `init: target`.")
+    freeze_mlp: bool = Field(
+        False,
+        description="Leave the MLPs as they are: copied ones know what they need, and steps become a third cheaper.",
+    )
 
 
 class SourceConfig(Section):
@@ -144,6 +156,7 @@ class LossConfig(Section):
     survival_floor: float = Field(
         0.3, ge=0, lt=1, description="ε of `survival`: keeps late slots learning while early ones still fail."
     )
+    ar_weight: float = Field(1.0, ge=0, description="d3d: λ, the share of the next-token loss in training.")
 
 
 class OptimConfig(Section):

@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import Logger
 
+from datamodules.offline import OtherTrainingData
 from datamodules.packed_loader import PackingSpec, derived_generator
 from drafters.checkpoint import replace_directory
 from drafters.errors import UserError
@@ -38,7 +39,7 @@ CHECKPOINT = "last.ckpt"
 
 def loss_spec(config: LossConfig) -> LossSpec:
     """The core's loss specification."""
-    return LossSpec(**config.model_dump())
+    return LossSpec(**config.model_dump(exclude={"ar_weight"}))
 
 
 def optim_spec(config: OptimConfig, total_steps: int | None) -> OptimSpec:
@@ -195,6 +196,8 @@ def fit(trainer: L.Trainer, module: L.LightningModule, datamodule: Any, checkpoi
         require_readable(checkpoint)
     try:
         trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+    except OtherTrainingData as error:
+        raise UserError(f"{checkpoint}: {error}; remove it, or run without --resume") from None
     except (RuntimeError, KeyError, EOFError) as error:
         if checkpoint is not None and "state_dict" in str(error):
             first_line = str(error).strip().splitlines()[0]

@@ -13,18 +13,20 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from datamodules.generation import stop_token_ids
 from drafters.checkpoint import LoadedDrafter, load_drafter
+from drafters.d3d import D3DDrafter
 from drafters.dflash import DFlashDrafter
 from drafters.dflash_config import choose_mask_token, drafter_config
 from drafters.errors import UserError
+from drafters.fill import Drafter, layer_conflict
 from drafters.identity import TargetIdentity, require_same_target, tokenizer_hash
 from drafters.initialise import initialise
 from drafters.layer_ids import check_layer_ids, default_layer_ids
@@ -35,6 +37,8 @@ from drafters.target import Target
 from pipeline.config import Config, PolicyConfig
 from pipeline.hardware import resolve_dtype
 from pipeline.tiny_target import write_tiny_target
+
+AnyDrafter = TypeVar("AnyDrafter", DFlashDrafter, D3DDrafter, Drafter)
 
 PRECONDITION_DOCUMENTS = 32
 """Documents whose features set the scale in which `fc` is trained."""
@@ -150,9 +154,11 @@ def _convert_packaged_gguf(package: str, directory: Path) -> None:
     if len(files) != 1:
         raise UserError(f"target.model: expected one GGUF file in {folder}, found {len(files)}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=files[0].name)
+        # read once and handed on: the metadata, vocabulary included, takes seconds to parse
+        config = AutoConfig.from_pretrained(folder, gguf_file=files[0].name)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=files[0].name, config=config)
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=files[0].name, dtype=torch.float32
+            folder, gguf_file=files[0].name, config=config, dtype=torch.float32
         )
     except (ImportError, OSError, ValueError) as error:
         raise UserError(
@@ -193,10 +199,12 @@ def context_layer_ids(config: Config, num_target_layers: int) -> list[int]:
     return default_layer_ids(num_target_layers, config.drafter.num_context_layers)
 
 
-def new_drafter(config: Config, bundle: TargetBundle) -> DFlashDrafter:
+def new_drafter(config: Config, bundle: TargetBundle) -> Drafter:
     """An untrained drafter for the target, fp32."""
     target = bundle.target
     mask_token_id = choose_mask_token(bundle.tokenizer, target.config, config.target.mask_token_id)
+    if config.drafter.family == "d3d":
+        return _new_d3d(config, bundle, mask_token_id)
     drafter = DFlashDrafter(
         drafter_config(
             target.config,
@@ -212,12 +220,48 @@ def new_drafter(config: Config, bundle: TargetBundle) -> DFlashDrafter:
     return drafter.to(target.device)
 
 
+def _new_d3d(config: Config, bundle: TargetBundle, mask_token_id: int) -> D3DDrafter:
+    """A causal LM that is to become a drafter.
+
+    Raises:
+        UserError: when it does not speak the target's tokens, or cannot be loaded.
+    """
+    source = config.drafter.model or bundle.source
+    try:
+        lm_config = AutoConfig.from_pretrained(source)
+        if config.drafter.model is not None:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            if tokenizer_hash(tokenizer) != bundle.target.identity.tokenizer_hash:
+                raise UserError(
+                    f"drafter.model: {source} has another tokenizer than the target {bundle.source}; its drafts would "
+                    "mean other text"
+                )
+        if lm_config.vocab_size != bundle.target.config.vocab_size:
+            raise UserError(
+                f"drafter.model: {source} has {lm_config.vocab_size} rows of vocabulary, the target "
+                f"{bundle.target.config.vocab_size}"
+            )
+        lm_config.d3d_config = {"block_size": config.drafter.block_size, "mask_token_id": mask_token_id}
+        if config.drafter.init == "target":
+            lm = AutoModelForCausalLM.from_pretrained(source, config=lm_config, dtype=torch.float32)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(config.seed)
+                lm = AutoModelForCausalLM.from_config(lm_config, dtype=torch.float32)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"drafter.model: {source} cannot be loaded ({error})") from None
+    return D3DDrafter(lm).to(bundle.target.device)
+
+
 def prepare_training(
-    drafter: DFlashDrafter, bundle: TargetBundle, documents: Sequence[Document]
-) -> DFlashDrafter:
-    """The drafter with fp32 master weights and its feature projection preconditioned on some of the documents."""
+    drafter: AnyDrafter, bundle: TargetBundle, documents: Sequence[Document], *, freeze_mlp: bool = False
+) -> AnyDrafter:
+    """The drafter with fp32 master weights, and DFlash's feature projection preconditioned on some of the documents."""
     drafter.float().train()
-    precondition(drafter, feature_rms(bundle.target, documents[:PRECONDITION_DOCUMENTS]))
+    for name, parameter in drafter.named_parameters():
+        parameter.requires_grad_(not (freeze_mlp and ".mlp." in name))
+    if isinstance(drafter, DFlashDrafter):
+        precondition(drafter, feature_rms(bundle.target, documents[:PRECONDITION_DOCUMENTS]))
     return drafter
 
 
@@ -231,14 +275,28 @@ def load_drafter_for(
     """
     loaded = load_drafter(directory, dtype=dtype)
     require_same_target(bundle.target.identity, loaded.identity, str(directory))
-    found, expected = loaded.drafter.spec.target_layer_ids, bundle.target.layer_ids
-    if found != expected:
-        raise UserError(
-            f"{directory}: reads target layers {found}, the config captures {expected} "
-            "(set drafter.target_layer_ids)"
-        )
+    conflict = layer_conflict(loaded.drafter, bundle.target)
+    if conflict:
+        raise UserError(f"{directory}: {conflict} (set drafter.target_layer_ids)")
     loaded.drafter.to(bundle.target.device)
     return loaded
+
+
+def load_dflash_for(
+    directory: Path, bundle: TargetBundle, *, dtype: torch.dtype | None = None
+) -> tuple[DFlashDrafter, LoadedDrafter]:
+    """`load_drafter_for` where only DFlash is known so far.
+
+    Raises:
+        UserError: also for a drafter of another family.
+    """
+    loaded = load_drafter_for(directory, bundle, dtype=dtype)
+    if not isinstance(loaded.drafter, DFlashDrafter):
+        raise UserError(
+            f"{directory}: a d3d drafter, which is trained, evaluated, registered and decoded so far; distillation, length "
+            "heads and online rounds know dflash only"
+        )
+    return loaded.drafter, loaded
 
 
 def make_policy(config: PolicyConfig, loaded: LoadedDrafter) -> LengthPolicy:

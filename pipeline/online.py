@@ -7,6 +7,7 @@ same version), the server is brought to the champion, and the round is settled.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -207,7 +208,7 @@ class OnlinePublisher:
                     outcome = RoundOutcome(round_index, version, "rolled_back", canary.reason)
                     self._settle(outcome, verdict, canary, counts)
                     return
-                _require_still_served(first, checkpoint)
+                self._require_still_served(first, checkpoint, previous)
             self._swap_all(rest, checkpoint, previous, undo=first)
         except ServerLost as error:
             # says nothing of the drafter, so it is not refused; the next start or round finds out what the server runs
@@ -246,6 +247,26 @@ class OnlinePublisher:
             self.canary,
             should_stop=self.should_stop,
         )
+
+    def _require_still_served(self, servers: Sequence[DraftServer], checkpoint: Path, previous: Path) -> None:
+        """A server that died under the challenger has proven nothing, though no record spoke against it.
+
+        Raises:
+            ServerLost: when a server does not tell, or came back with another drafter; it was given the old champion, if it
+                would take it.
+        """
+        wanted = drafter_version_of(checkpoint)
+        try:
+            found = [server.drafter_version for server in servers]
+        except SwapError as error:
+            problem = str(error)
+        else:
+            if all(version == wanted for version in found):
+                return
+            problem = f"a server that was to prove {wanted} now serves {', '.join(found)}: it was restarted"
+        with contextlib.suppress(UserError):
+            self._bring_back(servers, previous)
+        raise ServerLost(problem)
 
     def _swap_all(
         self,
@@ -327,20 +348,6 @@ class OnlinePublisher:
 
     def _save(self) -> None:
         write_json(self.state_path, asdict(self.state))
-
-
-def _require_still_served(servers: Sequence[DraftServer], checkpoint: Path) -> None:
-    """A server that died under the challenger has proven nothing, though no record spoke against it.
-
-    Raises:
-        ServerLost: when a server does not answer, or came back with another drafter.
-    """
-    wanted = drafter_version_of(checkpoint)
-    for server in servers:
-        if (found := server.drafter_version) != wanted:
-            raise ServerLost(
-                f"the server that was to prove {wanted} now serves {found}: it was restarted meanwhile"
-            )
 
 
 def drafter_version_of(checkpoint: Path) -> str:

@@ -21,6 +21,7 @@ import torch
 from drafters.checkpoint import LoadedDrafter, load_drafter
 from drafters.decoding import DecodingSession, ServingDrafter, decode_round
 from drafters.errors import UserError
+from drafters.fill import layer_conflict
 from drafters.identity import require_same_target
 from drafters.policies import LengthPolicy
 from drafters.target import Target
@@ -166,11 +167,9 @@ class LocalEngine:
     def _load(self, directory: Path) -> ServingDrafter:
         loaded = load_drafter(directory, dtype=self.target.dtype)
         require_same_target(self.target.identity, loaded.identity, str(directory))
-        if loaded.drafter.spec.target_layer_ids != self.target.layer_ids:
-            raise UserError(
-                f"{directory}: reads target layers {loaded.drafter.spec.target_layer_ids}, "
-                f"the engine captures {self.target.layer_ids}"
-            )
+        conflict = layer_conflict(loaded.drafter, self.target)
+        if conflict:
+            raise UserError(f"{directory}: {conflict}")
         return ServingDrafter(
             loaded.drafter.to(self.target.device), self._policy(loaded), loaded.drafter_version
         )

@@ -9,7 +9,7 @@ import lightning as L
 
 from datamodules.offline import OfflineDataModule
 from drafters.checkpoint import save_drafter
-from drafters.dflash import DFlashDrafter
+from drafters.fill import Drafter
 from drafters.identity import TargetIdentity
 from drafters.length_head import LengthHead
 from lightning_modules.block_training import BlockTrainingModule
@@ -87,7 +87,7 @@ class ExportBest(L.Callback):
 
     def _export(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         drafter = pl_module.drafter
-        assert isinstance(drafter, DFlashDrafter)
+        assert isinstance(drafter, Drafter)
         if trainer.is_global_zero:
             save_drafter(
                 self.directory,

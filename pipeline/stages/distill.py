@@ -28,7 +28,7 @@ from pipeline.fitting import (
     stage_trainer,
     training_vocabulary,
 )
-from pipeline.models import TargetBundle, load_drafter_for, prepare_training
+from pipeline.models import TargetBundle, load_dflash_for, load_drafter_for, prepare_training
 from pipeline.stages.context import open_stage, tracking_for
 
 
@@ -48,13 +48,13 @@ def distill_offline(config: Config, *, drafter: Path, resume: bool = False) -> P
         stage.result.add_input(responses_directory(config, "train"))
         stage.result.add_input(drafter)
         L.seed_everything(config.seed, verbose=False)
-        loaded = load_drafter_for(drafter, bundle)
+        start, loaded = load_dflash_for(drafter, bundle)
         if settings.anchor_source == "rounds":
             with stage.result.section("replay_rounds"):
                 train = with_round_starts(drafter, bundle, train)
         say(f"distilling on {len(train)} documents")
         module = OPDModule(
-            prepare_training(loaded.drafter, bundle, train),
+            prepare_training(start, bundle, train, freeze_mlp=config.drafter.freeze_mlp),
             bundle.target,
             loss_spec(settings.loss),
             optim_spec(settings.optim, settings.steps),

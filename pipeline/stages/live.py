@@ -156,7 +156,7 @@ def canary_drill(
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * parameter.float().std(unbiased=False).clamp_min(1e-3))
     bad = save_drafter(
-        config.output / "versions" / "damaged",
+        damaged_drafter(config),
         loaded.drafter,
         identity=desk.bundle.target.identity,
         drafter_version=f"{config.name}-damaged-{CONTENT}",
@@ -174,6 +174,11 @@ def canary_drill(
     load.join()
     say(f"damaged drafter: {'kept' if verdict.passed else 'rolled back'}: {verdict.reason}")
     return verdict
+
+
+def damaged_drafter(config: Config) -> Path:
+    """Where the drill's drafter lies."""
+    return config.output / "versions" / "damaged"
 
 
 def summarise(
@@ -202,7 +207,13 @@ def summarise(
         "records_dropped": log.get("dropped"),
         "rolled_back": []
         if verdict.passed or verdict.live is None
-        else [{"drafter": f"{config.name}-damaged", "reason": verdict.reason, "records": verdict.records}],
+        else [
+            {
+                "drafter": drafter_version_of(damaged_drafter(config)),
+                "reason": verdict.reason,
+                "records": verdict.records,
+            }
+        ],
         "verified_rows": status.get("verified_rows"),
         "drafted_rows": status.get("drafted_rows"),
     }

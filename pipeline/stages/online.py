@@ -22,7 +22,7 @@ from pipeline.console import say
 from pipeline.corpus import train_and_validation
 from pipeline.fitting import CHECKPOINT, fit, loss_spec, online_trainer, optim_spec, resume_path
 from pipeline.lock import trainer_lock
-from pipeline.models import load_drafter_for, prepare_training
+from pipeline.models import load_dflash_for, prepare_training
 from pipeline.online import OnlinePublisher
 from pipeline.release import ReleaseDesk, gate_policy
 from pipeline.stages.context import Stage, open_stage, tracking_for
@@ -80,10 +80,10 @@ def distill_online(
             stage.registry(), bundle, gate_policy(config.gate, config.seed), config.output / "versions"
         )
         start = drafter or champion_checkpoint(desk)
-        loaded = load_drafter_for(start, bundle)
+        trained, loaded = load_dflash_for(start, bundle)
         L.seed_everything(config.seed, verbose=False)
         module = OPDModule(
-            prepare_training(loaded.drafter, bundle, train),
+            prepare_training(trained, bundle, train, freeze_mlp=config.drafter.freeze_mlp),
             bundle.target,
             loss_spec(settings.loss),
             optim_spec(settings.optim, None),

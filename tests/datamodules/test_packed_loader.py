@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from datamodules.offline import OfflineDataModule, ReplayLoader
+from datamodules.offline import OfflineDataModule, OtherTrainingData, ReplayLoader
 from datamodules.packed_loader import PackedLoader, PackingSpec, derived_generator
 from drafters.errors import UserError
 from drafters.packing import Document, PackedBatch
@@ -166,14 +166,15 @@ def test_a_module_without_validation_documents_has_no_validation_loader() -> Non
     [
         OfflineDataModule(documents(11), [], SPEC, seed=1),
         OfflineDataModule([document(99), *documents()[1:]], [], SPEC, seed=1),
+        OfflineDataModule([document(0, 4, 3), *documents()[1:]], [], SPEC, seed=1),
         OfflineDataModule(documents()[::-1], [], SPEC, seed=1),
         OfflineDataModule(documents(), [], replace(SPEC, anchors_per_document=4), seed=1),
         OfflineDataModule(documents(), [], SPEC, seed=2),
     ],
-    ids=["fewer", "another", "order", "packing", "seed"],
+    ids=["fewer", "another", "mask", "order", "packing", "seed"],
 )
 def test_a_run_is_not_resumed_with_other_batches(other: OfflineDataModule) -> None:
     state = OfflineDataModule(documents(), documents(2), SPEC, seed=1).state_dict()
     OfflineDataModule(documents(), [], SPEC, seed=1).load_state_dict(state)  # validation may change
-    with pytest.raises(UserError, match="run without --resume"):
+    with pytest.raises(OtherTrainingData):
         other.load_state_dict(state)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PROMPTS = Path(__file__).resolve().parents[2] / "configs" / "quickstart_prompts"
-MINIMUM_TRAIN = {"math": 120, "chat": 120, "code": 200}
+MINIMUM_TRAIN = {"math": 440, "chat": 500, "code": 220}
 DOMAINS = tuple(MINIMUM_TRAIN)
 MINIMUM_HELDOUT_PER_DOMAIN = 16
 NGRAM = 5

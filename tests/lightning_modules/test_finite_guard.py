@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -13,9 +16,14 @@ from datamodules.offline import OfflineDataModule
 from datamodules.packed_loader import PackingSpec
 from drafters.checkpoint import drafter_digest
 from drafters.errors import UserError
+from drafters.length_head import LengthHead
+from drafters.objectives import LossSpec
 from drafters.packing import PackedBatch
 from lightning_modules.block_training import BlockTrainingModule
 from lightning_modules.callbacks.export import ExportBest
+from lightning_modules.length_head import LengthHeadModule
+from lightning_modules.opd import OPDModule
+from lightning_modules.optim import OptimSpec
 from pipeline.config import FitConfig
 from pipeline.fitting import CHECKPOINT, fit, loss_spec, optim_spec, stage_trainer
 from tests.lightning_modules.training_samples import make_documents, make_drafter, make_target
@@ -124,3 +132,37 @@ def test_large_but_finite_gradients_pass(tmp_path: Path) -> None:
     watch = Watch("drafter.fc.weight", 1e18)
     module = run(tmp_path, watch)
     assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+def length_head_module() -> L.LightningModule:
+    target = make_target()
+    drafter = make_drafter(target)
+    return LengthHeadModule(LengthHead(drafter.config.hidden_size), drafter, target, OptimSpec())
+
+
+def opd_module() -> L.LightningModule:
+    target = make_target()
+    drafter = make_drafter(target)
+    head = LengthHead(drafter.config.hidden_size)
+    return OPDModule(drafter, target, LossSpec(objective="opd"), OptimSpec(), head)
+
+
+@pytest.mark.parametrize("make", [length_head_module, opd_module])
+def test_every_module_checks_the_gradients_of_all_that_it_trains(
+    make: Callable[[], L.LightningModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = make()
+    monkeypatch.setattr(module, "_trainer", SimpleNamespace(global_step=7))
+    optimizer = module.configure_optimizers()["optimizer"]  # type: ignore[index, call-overload]
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    names = [name for name, p in module.named_parameters() if id(p) in trained]
+    assert names
+    for broken in names:
+        for name, parameter in module.named_parameters():
+            if name in names:
+                parameter.grad = torch.zeros_like(parameter)
+        gradient = module.get_parameter(broken).grad
+        assert gradient is not None
+        gradient.view(-1)[0] = float("nan")
+        with pytest.raises(UserError, match=rf"step 7: the gradient of {re.escape(broken)} is not finite"):
+            module.configure_gradient_clipping(optimizer, None)

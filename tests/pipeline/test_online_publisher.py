@@ -67,7 +67,7 @@ class FakeServer:
             raise ServerLost("http://10.0.0.1: no answer")
         if plain(new) in self.refuses:
             raise SwapError(f"will not serve {plain(new)}")
-        old, self.drafter_version = self.drafter_version, new
+        old, self.drafter_version = self.swaps[-1] if self.swaps else FIRST, new
         self.swaps.append(plain(new))
         return SwapReport(old, new, "d", "t", 0.1)
 
@@ -270,7 +270,7 @@ def test_a_server_that_falls_silent_says_nothing_of_the_drafter(scene: Scene) ->
 
 def test_a_server_restarted_during_the_canary_proves_nothing(scene: Scene) -> None:
     def restart() -> None:
-        scene.servers[0].drafter_version = FIRST
+        scene.servers[0].drafter_version = "of the command line"
 
     scene.canary.on_watch = restart
     publisher = scene.publisher()
@@ -279,6 +279,35 @@ def test_a_server_restarted_during_the_canary_proves_nothing(scene: Scene) -> No
     assert outcome.outcome == "swap_failed" and "restarted" in outcome.reason
     assert scene.champion() == 1 and scene.serving() == [FIRST, FIRST]
     assert scene.registry.get(2).tags.get("gate_outcome") != "refused"  # the drafter is not to blame
+
+
+@pytest.mark.parametrize("error", [ServerLost("no answer"), SwapError("HTTP 502")])
+def test_a_server_that_does_not_tell_what_it_serves_proves_nothing(scene: Scene, error: SwapError) -> None:
+    class Mute(FakeServer):
+        mute = False
+
+        @property  # type: ignore[override]
+        def drafter_version(self) -> str:
+            if self.mute:
+                raise error
+            return self.version
+
+        @drafter_version.setter
+        def drafter_version(self, value: str) -> None:
+            self.version = value
+
+    server = Mute(FIRST)
+
+    def fall_silent() -> None:
+        server.mute = True
+
+    scene.canary.on_watch = fall_silent
+    publisher = scene.publisher([server])
+    settle(publisher, 1.75)
+    (outcome,) = publisher.state.outcomes
+    assert outcome.outcome == "swap_failed" and str(error) in outcome.reason
+    assert scene.champion() == 1
+    assert scene.registry.get(2).tags.get("gate_outcome") != "refused"
 
 
 def test_whatever_breaks_before_the_verdict_the_challenger_does_not_stay(scene: Scene) -> None:

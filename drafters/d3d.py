@@ -1,0 +1,172 @@
+"""The D3D drafter: a causal language model of its own that also fills a block of masks in one forward pass.
+
+It reads no hidden states of the target, only text, so it can draft while the target verifies. The model is an ordinary HF causal
+LM; what makes it a drafter is `d3d_config` in its configuration (block size, mask token) and its training. One pass over a
+packed batch computes every document once, causally, and the blocks behind it: a block sees its document strictly before its
+anchor and itself in both directions. The documents' part serves L_AR, the blocks' part L_diff (D3D eq. 5-7).
+
+Shapes: T flat tokens, N blocks, B block size, C new committed tokens of a request, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from drafters.batched_attention import PackedRows, RaggedRows, install, runs_batched
+from drafters.blocks import BlockLayout, attention_groups, build_blocks
+from drafters.errors import UserError
+from drafters.packing import PackedBatch
+
+SUPPORTED_MODEL_TYPES = ("llama", "qwen3")
+
+
+@dataclass(frozen=True)
+class D3DSpec:
+    """What makes a causal LM's config a D3D drafter's."""
+
+    block_size: int
+    mask_token_id: int
+
+    @classmethod
+    def from_config(cls, config: Any) -> D3DSpec:
+        """Read and check `d3d_config`.
+
+        Raises:
+            UserError: naming the missing or impossible field.
+        """
+        fields = getattr(config, "d3d_config", None) or {}
+        try:
+            spec = cls(block_size=int(fields["block_size"]), mask_token_id=int(fields["mask_token_id"]))
+        except KeyError as missing:
+            raise UserError(
+                f"config.json: not a D3D drafter, d3d_config.{missing.args[0]} is missing"
+            ) from None
+        if spec.block_size < 2:
+            raise UserError(f"drafter.block_size: {spec.block_size} leaves nothing to draft; use at least 2")
+        limit = getattr(config, "max_position_embeddings", None)
+        if limit is not None and spec.block_size >= limit:
+            raise UserError(
+                f"drafter.block_size: {spec.block_size} does not fit into the drafter's context of {limit}"
+            )
+        if not 0 <= spec.mask_token_id < config.vocab_size:
+            raise UserError(
+                f"d3d_config.mask_token_id: {spec.mask_token_id} is outside the vocabulary of {config.vocab_size}"
+            )
+        return spec
+
+
+@dataclass(frozen=True)
+class D3DOutput:
+    """Final hidden states: `hidden_TH` of the documents (row t predicts token t+1), `hidden_NBH` of the blocks (slot j
+    predicts the token at anchor+j; slot 0 is meaningless), and the blocks' `layout`."""
+
+    hidden_TH: torch.Tensor
+    hidden_NBH: torch.Tensor
+    layout: BlockLayout
+
+
+class D3DDrafter(nn.Module):
+    """A causal LM that drafts blocks.
+
+    Args:
+        lm: HF causal LM with `d3d_config` in its configuration; embedding and head are its own, and trained.
+
+    Raises:
+        UserError: for an architecture whose attention this module would get wrong, or without a usable `d3d_config`.
+    """
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        if lm.config.model_type not in SUPPORTED_MODEL_TYPES:
+            raise UserError(
+                f"drafter.model: architecture {lm.config.model_type!r} is not supported; use one of "
+                f"{', '.join(SUPPORTED_MODEL_TYPES)}"
+            )
+        self.lm = lm
+        self.spec = D3DSpec.from_config(lm.config)
+        install(lm)
+        if not runs_batched(lm):
+            raise UserError(
+                "drafter.model: block attention needs SDPA and layers without sliding windows, found "
+                f"{lm.config._attn_implementation}"
+            )
+
+    @property
+    def config(self) -> Any:
+        return self.lm.config
+
+    @property
+    def block_size(self) -> int:
+        return self.spec.block_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head_VH.dtype
+
+    @property
+    def head_VH(self) -> torch.Tensor:
+        """The drafter's own output head, tied to its embedding if the model ties them."""
+        weight: torch.Tensor = self.lm.get_output_embeddings().weight
+        return weight
+
+    def forward(self, batch: PackedBatch) -> D3DOutput:
+        """Documents and the blocks at their anchors, in one pass."""
+        layout = build_blocks(batch, self.block_size, self.spec.mask_token_id)
+        rows = PackedRows(batch.document_lengths(), attention_groups(batch, self.block_size), self.block_size)
+        hidden_LH = self._run(
+            torch.cat([batch.input_ids_T, layout.block_ids_NB.flatten()]),
+            torch.cat([batch.position_ids_T, layout.positions_NB.flatten()]),
+            packed=rows,
+        )
+        return D3DOutput(
+            hidden_LH[: batch.num_tokens],
+            hidden_LH[batch.num_tokens :].view(*layout.block_ids_NB.shape, -1),
+            layout,
+        )
+
+    @torch.no_grad()
+    def draft(
+        self, committed: Sequence[torch.Tensor], starts: Sequence[int], caches: Sequence[DynamicCache]
+    ) -> torch.Tensor:
+        """Fill one block for each request, whose caches then hold everything before its anchor.
+
+        Args:
+            committed: int64 [C+1] of each request: tokens since the last call, of which the last is the anchor.
+            starts: absolute position of the first of them = tokens in its cache.
+            caches: one per request, updated in place.
+
+        Returns:
+            hidden_NBH; slot j predicts the token at anchor+j.
+        """
+        masks = committed[0].new_full((self.block_size - 1,), self.spec.mask_token_id)
+        rows = [torch.cat([tokens, masks]) for tokens in committed]
+        positions = [
+            torch.arange(start, start + len(row), device=row.device)
+            for start, row in zip(starts, rows, strict=True)
+        ]
+        lengths = [len(row) for row in rows]
+        hidden_LH = self._run(
+            torch.cat(rows), torch.cat(positions), ragged=RaggedRows(lengths, caches, self.block_size)
+        )
+        for cache in caches:
+            # the block's own keys know of masks; the anchor's are made anew when it has become context
+            cache.crop(-self.block_size)
+        return torch.stack([part[-self.block_size :] for part in hidden_LH.split(lengths)])
+
+    def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **rows: Any) -> torch.Tensor:
+        output = self.lm.model(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            # a mask of four dimensions is handed on as it is; the attention ignores it
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
+            use_cache=False,
+            **rows,
+        )
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden

@@ -1,0 +1,63 @@
+"""What a D3D drafter learns: L = L_diff + λ·L_AR (D3D eq. 7).
+
+L_diff is the block loss of `drafters.block_loss`, L_AR the mean next-token cross-entropy of the response. Both see the drafter's
+own head, which is trained, so both return its gradient; with tied weights it adds to the embedding's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from drafters.block_loss import BlockLoss, BlockTargets, block_loss, next_token_loss
+from drafters.d3d import D3DOutput
+from drafters.objectives import LossSpec
+from drafters.packing import PackedBatch
+
+
+@dataclass(frozen=True)
+class D3DLoss:
+    """`value` scalar with a graph; `diff` the block loss, `ar` the detached next-token loss."""
+
+    value: torch.Tensor
+    diff: BlockLoss
+    ar: torch.Tensor
+
+
+def d3d_loss(
+    output: D3DOutput,
+    head_VH: torch.Tensor,
+    batch: PackedBatch,
+    spec: LossSpec,
+    *,
+    ar_weight: float = 1.0,
+    teacher_hidden_TH: torch.Tensor | None = None,
+    teacher_head_VH: torch.Tensor | None = None,
+    chunk_rows: int | None = None,
+) -> D3DLoss:
+    """The training loss of a packed batch.
+
+    Args:
+        output: the drafter's.
+        head_VH: the drafter's head, in the dtype that its matmuls shall have.
+        batch: what went in.
+        spec: objective of the blocks: `ce`, or `opd` with the teacher.
+        ar_weight: λ; 0 leaves the next-token loss out.
+        teacher_hidden_TH, teacher_head_VH: the target's final hidden states and head; see `block_loss`.
+        chunk_rows: rows per chunk of logits.
+    """
+    targets = BlockTargets.from_layout(batch, output.layout)
+    diff = block_loss(
+        output.hidden_NBH,
+        head_VH,
+        targets,
+        spec,
+        teacher_hidden_TH=teacher_hidden_TH,
+        teacher_head_VH=teacher_head_VH,
+        chunk_rows=chunk_rows,
+    )
+    if not ar_weight:
+        return D3DLoss(diff.value, diff, diff.value.new_zeros(()))
+    ar = next_token_loss(output.hidden_TH, head_VH, batch, chunk_rows=chunk_rows)
+    return D3DLoss(diff.value + ar_weight * ar, diff, ar.detach())
