@@ -115,14 +115,17 @@ class D3DDrafter(nn.Module):
         weight: torch.Tensor = self.lm.get_output_embeddings().weight
         return weight
 
-    def forward(self, batch: PackedBatch) -> D3DOutput:
-        """Documents and the blocks at their anchors, in one pass."""
+    def forward(self, batch: PackedBatch, embeddings_LH: torch.Tensor | None = None) -> D3DOutput:
+        """Documents and the blocks at their anchors, in one pass.
+
+        `embeddings_LH` of the L = T + N·B rows replace the model's own (pruning starts in the middle of it).
+        """
         layout = build_blocks(batch, self.block_size, self.spec.mask_token_id)
         rows = PackedRows(batch.document_lengths(), attention_groups(batch, self.block_size), self.block_size)
+        if embeddings_LH is None:
+            embeddings_LH = self.embed(torch.cat([batch.input_ids_T, layout.block_ids_NB.flatten()]))
         hidden_LH = self._run(
-            torch.cat([batch.input_ids_T, layout.block_ids_NB.flatten()]),
-            torch.cat([batch.position_ids_T, layout.positions_NB.flatten()]),
-            packed=rows,
+            embeddings_LH, torch.cat([batch.position_ids_T, layout.positions_NB.flatten()]), packed=rows
         )
         return D3DOutput(
             hidden_LH[: batch.num_tokens],
@@ -152,19 +155,26 @@ class D3DDrafter(nn.Module):
         ]
         lengths = [len(row) for row in rows]
         hidden_LH = self._run(
-            torch.cat(rows), torch.cat(positions), ragged=RaggedRows(lengths, caches, self.block_size)
+            self.embed(torch.cat(rows)),
+            torch.cat(positions),
+            ragged=RaggedRows(lengths, caches, self.block_size),
         )
         for cache in caches:
             # the block's own keys know of masks; the anchor's are made anew when it has become context
             cache.crop(-self.block_size)
         return torch.stack([part[-self.block_size :] for part in hidden_LH.split(lengths)])
 
-    def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **rows: Any) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The drafter's own input embeddings of token ids of any shape."""
+        embedded: torch.Tensor = self.lm.get_input_embeddings()(token_ids)
+        return embedded
+
+    def _run(self, embeddings_LH: torch.Tensor, position_ids: torch.Tensor, **rows: Any) -> torch.Tensor:
         output = self.lm.model(
-            input_ids=input_ids[None],
+            inputs_embeds=embeddings_LH[None],
             position_ids=position_ids[None],
             # a mask of four dimensions is handed on as it is; the attention ignores it
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=embeddings_LH.device),
             use_cache=False,
             **rows,
         )

@@ -262,7 +262,7 @@ def draft_blocks(sessions: Sequence[DecodingSession], drafter: Drafter) -> tuple
     blocks_NB[:, 0] = torch.tensor([session.tokens[-1] for session in sessions], device=target.device)
     if isinstance(drafter, D3DDrafter):
         tokens, starts, caches = zip(*(session._unread(drafter) for session in sessions), strict=True)
-        return drafter.draft(tokens, starts, caches), drafter.lm.get_input_embeddings()(blocks_NB)
+        return drafter.draft(tokens, starts, caches), drafter.embed(blocks_NB)
     _encode(sessions, drafter)
     starts_N = torch.tensor([session._start for session in sessions], device=target.device)
     groups: list[AttentionGroup] = []

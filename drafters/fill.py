@@ -46,16 +46,24 @@ def fill_blocks(
 
 
 def block_filler(
-    drafter: Drafter, target: Target, documents: PackedBatch
+    drafter: Drafter, target: Target, documents: PackedBatch, features_TC: torch.Tensor | None = None
 ) -> Callable[[PackedBatch], torch.Tensor]:
     """Fills blocks at any anchors of these documents: a batch of them with other anchors → hidden_NBH.
 
-    What does not depend on the anchors is computed here, once.
+    What does not depend on the anchors is computed here, once, unless it is handed in (`features_of`).
     """
     if isinstance(drafter, D3DDrafter):
         return lambda batch: drafter(batch).hidden_NBH
-    features_TC = target.forward_packed(documents.input_ids_T, documents.position_ids_T).features_TC
-    return lambda batch: fill_blocks(drafter, target, batch, features_TC).hidden_NBH
+    features = features_of(drafter, target, documents) if features_TC is None else features_TC
+    assert features is not None
+    return lambda batch: fill_blocks(drafter, target, batch, features).hidden_NBH
+
+
+def features_of(drafter: Drafter, target: Target, documents: PackedBatch) -> torch.Tensor | None:
+    """What a drafter of this family reads of the target, [T, C]; None for nothing."""
+    if isinstance(drafter, D3DDrafter):
+        return None
+    return target.forward_packed(documents.input_ids_T, documents.position_ids_T).features_TC
 
 
 def draft_head(drafter: Drafter, target: Target) -> torch.Tensor:

@@ -9,7 +9,7 @@ Shapes: N blocks, B block size, T flat tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,9 @@ import torch
 from drafters.fill import Drafter, block_filler, draft_head
 from drafters.packing import Document, PackedBatch, pack_documents
 from drafters.target import Target
+
+Fill = Callable[[PackedBatch], Iterable[torch.Tensor]]
+"""Blocks at the anchors of a batch, filled by each of several variants: hidden_NBH of each."""
 
 REPLAY_TOKENS = 1024
 """Flat tokens per replay pass."""
@@ -85,7 +88,6 @@ def chunked_argmax(hidden_RH: torch.Tensor, head_VH: torch.Tensor, rows: int = 5
     return torch.cat(parts) if parts else hidden_RH.new_zeros(0, dtype=torch.long)
 
 
-@torch.no_grad()
 def draft_all_anchors(
     drafter: Drafter, target: Target, documents: Sequence[Document]
 ) -> Iterator[tuple[Document, list[int], torch.Tensor]]:
@@ -94,21 +96,50 @@ def draft_all_anchors(
     Yields:
         (document, anchor positions, drafts [A, B-1] int64 on the CPU).
     """
+
+    def prepare(whole: PackedBatch) -> Fill:
+        fill = block_filler(drafter, target, whole)
+        return lambda batch: [fill(batch)]
+
+    head_VH = draft_head(drafter, target)
+    for document, anchors, (drafts,) in draft_variants(documents, head_VH, drafter.block_size, prepare):
+        yield document, anchors, drafts
+
+
+@torch.no_grad()
+def draft_variants(
+    documents: Sequence[Document],
+    head_VH: torch.Tensor,
+    block_size: int,
+    prepare: Callable[[PackedBatch], Fill],
+) -> Iterator[tuple[Document, list[int], list[torch.Tensor]]]:
+    """Argmax drafts at every anchor by several variants of a drafter, which may share work.
+
+    Args:
+        documents: texts of the target.
+        head_VH: the head of all variants.
+        block_size: theirs.
+        prepare: given the documents of a pack, what fills blocks at some of their anchors by each variant.
+
+    Yields:
+        (document, anchor positions, drafts [A, B-1] int64 on the CPU of each variant).
+    """
     for pack in iterate_packs(documents, REPLAY_TOKENS):
-        full = pack_documents(pack, anchors_per_document=0, anchor_source="all").to(target.device)
-        fill, head_VH = block_filler(drafter, target, full), draft_head(drafter, target)
-        drafts: list[torch.Tensor] = []
+        full = pack_documents(pack, anchors_per_document=0, anchor_source="all").to(head_VH.device)
+        fill = prepare(full)
+        parts: list[list[torch.Tensor]] = []
         for anchors in full.anchors_N.split(REPLAY_BLOCKS):
-            hidden_NBH = fill(_with_anchors(full, anchors))
-            flat = hidden_NBH[:, 1:].reshape(-1, hidden_NBH.shape[-1])
-            drafts.append(chunked_argmax(flat, head_VH).view(-1, drafter.block_size - 1).cpu())
-        drafts_NB = (
-            torch.cat(drafts) if drafts else torch.zeros((0, drafter.block_size - 1), dtype=torch.long)
-        )
+            drafts = []
+            for hidden_NBH in fill(_with_anchors(full, anchors)):
+                flat = hidden_NBH[:, 1:].reshape(-1, hidden_NBH.shape[-1])
+                drafts.append(chunked_argmax(flat, head_VH).view(-1, block_size - 1).cpu())
+            parts.append(drafts)
+        variants = [torch.cat(variant) for variant in zip(*parts, strict=True)]
         first = 0
         for document in pack:
             anchors_of = document.anchor_positions()
-            yield document, anchors_of, drafts_NB[first : first + len(anchors_of)]
+            rows = slice(first, first + len(anchors_of))
+            yield document, anchors_of, [drafts_NB[rows] for drafts_NB in variants]
             first += len(anchors_of)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from drafters.block_loss import BlockLoss, BlockTargets, accepted_prefix, block_loss
 from drafters.dflash import DFlashDrafter
 from drafters.feature_cache import FeatureCache
-from drafters.fill import Drafter, FilledBlocks, fill_blocks
+from drafters.fill import Drafter, FilledBlocks, draft_head, fill_blocks
 from drafters.objectives import LossSpec
 from drafters.packing import Document, PackedBatch
 from drafters.replay import replay, total_acceptance_length
@@ -83,6 +83,17 @@ class BlockTrainingModule(L.LightningModule):
         if self._kept_head is None or self._kept_head.device != self.target.device:
             self._kept_head = self.vocabulary.head(self.target.head_VH)
         return self._kept_head
+
+    def working_head(self) -> torch.Tensor:
+        """The head that drafts are made with, in the precision of this step's products.
+
+        A trained head is cast once, with a gradient in full precision, and not for every chunk of logits.
+        """
+        head_VH = draft_head(self.drafter, self.target)
+        kind = self.device.type
+        if head_VH.requires_grad and torch.is_autocast_enabled(kind):
+            head_VH = head_VH.to(torch.get_autocast_dtype(kind))
+        return head_VH
 
     def moments(self, hidden_TH: torch.Tensor) -> TeacherMoments:
         """What the loss needs of the target's predictions at these positions."""

@@ -51,17 +51,12 @@ class D3DTrainingModule(BlockTrainingModule):
         """Loss and targets of one batch."""
         assert isinstance(self.drafter, D3DDrafter)
         output = self.drafter(batch)
-        head_VH = self.drafter.head_VH
-        kind = self.device.type
-        if torch.is_autocast_enabled(kind):
-            # once, with a gradient in full precision, not for every chunk of logits
-            head_VH = head_VH.to(torch.get_autocast_dtype(kind))
         teacher = None
         if self.teacher_labels:
             teacher = self.target.forward_packed(batch.input_ids_T, batch.position_ids_T)
         loss = d3d_loss(
             output,
-            head_VH,
+            self.working_head(),
             batch,
             self.loss_spec,
             ar_weight=self.ar_weight,

@@ -34,10 +34,10 @@ STAGES = "Stages, in the order of the loop"
 WHOLE = "The whole loop"
 TOOLS = "Tools"
 ORDER = (
-    "data", "train", "distill", "fit-length-head", "evaluate", "deploy", "retrain", "run", "config", "doctor",
+    "data", "train", "prune", "distill", "fit-length-head", "evaluate", "deploy", "retrain", "run", "config", "doctor",
 )  # fmt: skip
 EPILOG = """\
-The loop: [bold]data regenerate → train → distill → fit-length-head → evaluate → deploy[/bold], then \
+The loop: [bold]data regenerate → train → (prune) → distill → fit-length-head → evaluate → deploy[/bold], then \
 [bold]distill --online[/bold] for as long as there is traffic.
 
 Each stage finds in the output directory what earlier stages left there, and leaves a result.json with its own output.
@@ -198,6 +198,35 @@ def train(
     call.execute("train", stage, then="distill", warm_start=warm_start)
 
 
+@command(app, "prune", STAGES)
+def prune(
+    config: ConfigArgument,
+    assignments: SetOption = None,
+    output: OutputOption = None,
+    drafter: DrafterOption = None,
+    resume: ResumeOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Remove the layers that acceptance misses least.
+
+    Every layer's removal is measured by replay, the least missed one goes, and the drafter recovers by learning from the
+    unpruned one; then again, down to prune.layers or until acceptance would fall below prune.retention of what it was.
+
+    Reads OUTPUT/responses and OUTPUT/train/drafter. Writes OUTPUT/prune/drafter, and every kept depth beside it.
+
+    Example: draftsmith prune d3d --set prune.layers=27
+    """
+    call = Invocation(config, assignments, output, dry_run)
+    start = call.drafter_for("prune", drafter)
+
+    def stage() -> Path:
+        from pipeline.stages.prune import prune_drafter
+
+        return prune_drafter(call.config, drafter=start, resume=resume)
+
+    call.execute("prune", stage, then="distill", drafter=start)
+
+
 @command(app, "distill", STAGES)
 def distill(
     config: ConfigArgument,
@@ -218,7 +247,8 @@ def distill(
     On the text that the target wrote, the drafter learns from the target's whole distribution, in the places where
     serving begins its rounds.
 
-    Reads OUTPUT/responses and OUTPUT/train/drafter. Writes OUTPUT/distill/drafter.
+    Reads OUTPUT/responses and OUTPUT/prune/drafter, or OUTPUT/train/drafter if nothing was pruned. Writes
+    OUTPUT/distill/drafter.
 
     With --online it reads verification records instead. Each batch of fresh records trains a challenger, and one that
     beats the champion on held-out traffic takes its place: in the registry, and in each server given by --serve, where a

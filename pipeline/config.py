@@ -214,6 +214,21 @@ class LengthHeadConfig(FitConfig):
     )
 
 
+class PruneConfig(FitConfig):
+    """Removal of layers, each followed by recovery, which these keys of a training stage describe (slot weights fixed)."""
+
+    layers: int | None = Field(None, ge=1, description="Stop at this many layers; null: at the floor alone.")
+    retention: float = Field(
+        0.99, ge=0, le=1, description="Stop before τ falls below this share of the whole drafter's."
+    )
+    label_share: float = Field(
+        0.1, ge=0, lt=1, description="ε: weight of the served token beside the whole drafter's distribution."
+    )
+    measure_documents: int | None = Field(
+        None, ge=1, description="Validation documents that removals are measured on; null takes all."
+    )
+
+
 class PolicyConfig(Section):
     """Length policy of serving."""
 
@@ -439,6 +454,7 @@ class Config(Section):
     train: FitConfig = FitConfig()
     distill: FitConfig = FitConfig(steps=200, loss=LossConfig(objective="opd"), anchor_source="rounds")
     length_head: LengthHeadConfig = LengthHeadConfig(steps=200, anchor_source="rounds")
+    prune: PruneConfig = PruneConfig(steps=200)
     policy: PolicyConfig = PolicyConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     tracking: TrackingConfig = TrackingConfig()

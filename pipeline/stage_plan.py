@@ -22,6 +22,7 @@ OUTPUTS = {
     "distill": ["distill"],
     "distill --online": ["online"],
     "fit-length-head": ["length_head"],
+    "prune": ["prune"],
     "evaluate": ["evaluate"],
     "deploy": ["deploy"],
     "run": ["responses", "train", "distill", "length_head", "evaluate", "deploy", "online"],
@@ -29,10 +30,11 @@ OUTPUTS = {
 """What each command writes below the output directory."""
 
 DRAFTER_SOURCES = {
-    "distill": ["train"],
-    "fit-length-head": ["distill", "train"],
-    "evaluate": ["length_head", "distill", "train"],
-    "deploy": ["length_head", "distill", "train"],
+    "prune": ["train"],
+    "distill": ["prune", "train"],
+    "fit-length-head": ["distill", "prune", "train"],
+    "evaluate": ["length_head", "distill", "prune", "train"],
+    "deploy": ["length_head", "distill", "prune", "train"],
 }
 """Stages whose drafter a command takes when `--drafter` is not given, latest stage first."""
 
@@ -114,7 +116,7 @@ def plan_stage(
         _read_sources(plan, "data.heldout", config.data.heldout)
     if command == "run":
         _read_sources(plan, "traffic.sources", config.traffic.sources)
-    if command in {"train", "distill", "fit-length-head", "evaluate", "deploy"}:
+    if command in {"train", "distill", "fit-length-head", "prune", "evaluate", "deploy"}:
         _read_responses(plan, config.output / "responses")
     if warm_start is not None:
         plan.reads.append(("warm start", _describe_drafter(warm_start)))
@@ -241,6 +243,7 @@ _SIZES: dict[str, Callable[[Config], str]] = {
     "train": lambda config: _fit_size(config, config.train),
     "distill": lambda config: _fit_size(config, config.distill),
     "fit-length-head": lambda config: _fit_size(config, config.length_head),
+    "prune": lambda config: _fit_size(config, config.prune),
     "evaluate": _evaluate_size,
     "distill --online": _online_size,
 }

@@ -107,6 +107,7 @@ def test_help_lists_the_loop_in_its_order() -> None:
     names = (
         "data",
         "train",
+        "prune",
         "distill",
         "fit-length-head",
         "evaluate",
@@ -260,7 +261,7 @@ def test_repeated_earlier_stage_is_pointed_out(
     assert "out/train/drafter is newer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["distill", "fit-length-head", "evaluate", "deploy"])
+@pytest.mark.parametrize("command", ["prune", "distill", "fit-length-head", "evaluate", "deploy"])
 def test_without_a_drafter_the_message_names_the_command_to_run(
     command: str, config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

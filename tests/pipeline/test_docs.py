@@ -76,7 +76,16 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 def test_readme_shows_the_commands_of_the_loop() -> None:
     shown = " ".join(line for name, line in commands() if name == "README.md")
-    for name in ("data regenerate", "train", "distill", "fit-length-head", "evaluate", "deploy", "doctor"):
+    for name in (
+        "data regenerate",
+        "train",
+        "prune",
+        "distill",
+        "fit-length-head",
+        "evaluate",
+        "deploy",
+        "doctor",
+    ):
         assert f"draftsmith {name}" in shown
     assert "--online --spool" in shown
 

@@ -1,0 +1,267 @@
+"""`draftsmith prune`: layers removed one by one, the least missed first, each removal followed by recovery.
+
+What was decided is on disk before it is acted on, so that a run that was cut off goes on where it stopped: in the middle of a
+recovery from its checkpoint, else with the next removal.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import lightning as L
+
+from datamodules.offline import OfflineDataModule
+from drafters.checkpoint import CONTENT, save_drafter
+from drafters.errors import UserError
+from drafters.prune import layers_of, remove_layer, replay_without_each_layer
+from drafters.replay import replay, total_acceptance_length
+from lightning_modules.callbacks.export import ExportBest
+from lightning_modules.recovery import RecoveryModule
+from pipeline.config import Config
+from pipeline.console import say, show_table
+from pipeline.corpus import responses_directory, train_and_validation
+from pipeline.fitting import (
+    CHECKPOINT,
+    export_on_success,
+    fit,
+    loss_spec,
+    optim_spec,
+    packing_spec,
+    stage_documents,
+    stage_trainer,
+)
+from pipeline.models import load_drafter_for, prepare_training
+from pipeline.result import write_json
+from pipeline.stages.context import Stage, open_stage, tracking_for
+
+STATE = "state.json"
+
+
+@dataclass
+class Removal:
+    """A layer that goes: its place among the layers before, and τ without each of those, this one included."""
+
+    removed: int
+    importance: list[float]
+
+    @property
+    def tau_unrecovered(self) -> float:
+        return self.importance[self.removed]
+
+
+@dataclass
+class PruneStep:
+    """A kept checkpoint: layers left, τ right after the removal and after recovery."""
+
+    layers: int
+    removal: Removal
+    tau: float
+
+
+@dataclass
+class PruneState:
+    """Persisted progress; `pending` is a removal whose recovery has not ended."""
+
+    tau_whole: float | None = None
+    steps: list[PruneStep] = field(default_factory=list)
+    pending: Removal | None = None
+
+    @classmethod
+    def load(cls, path: Path) -> PruneState:
+        """Raises:
+        UserError: when there is none.
+        """
+        if not path.is_file():
+            raise UserError(f"{path}: nothing to resume; run without --resume")
+        data = json.loads(path.read_text())
+        pending = data["pending"]
+        return cls(
+            data["tau_whole"],
+            [PruneStep(s["layers"], Removal(**s["removal"]), s["tau"]) for s in data["steps"]],
+            None if pending is None else Removal(**pending),
+        )
+
+
+def prune_drafter(config: Config, *, drafter: Path, resume: bool = False) -> Path:
+    """Prune down to `prune.layers`, or until τ would fall below the floor; the result is `<output>/prune/drafter`.
+
+    Args:
+        config: the run.
+        drafter: the unpruned drafter, teacher of every recovery.
+        resume: go on where an earlier call was cut off.
+    """
+    with open_stage(config, "prune") as stage:
+        run = _Pruning(stage, drafter, resume)
+        run.go()
+        directory = stage.output / "drafter"
+        run.keep(directory)
+        stage.result.add_output(directory)
+        return directory
+
+
+class _Pruning:
+    def __init__(self, stage: Stage, drafter: Path, resume: bool) -> None:
+        self.stage, self.config, self.settings = stage, stage.config, stage.config.prune
+        self.bundle, self.whole = stage.bundle, drafter
+        self.path = stage.output / STATE
+        if not resume:
+            self.path.unlink(missing_ok=True)
+            for old in stage.output.glob("layers-*"):
+                shutil.rmtree(old)
+        self.state = PruneState.load(self.path) if resume else PruneState()
+        train, validation = train_and_validation(self.config, self.bundle.target.identity)
+        if not validation:
+            raise UserError("data.val_fraction: pruning measures on validation documents, and there are none")
+        self.train = stage_documents(self.settings, train, self.config.seed)
+        self.measured = validation[: self.settings.measure_documents]
+        stage.result.add_input(responses_directory(self.config, "train"))
+        stage.result.add_input(drafter)
+        self.depth = len(layers_of(load_drafter_for(drafter, self.bundle).drafter))
+        wanted = self.settings.layers
+        if wanted is not None and wanted >= self.depth:
+            raise UserError(f"prune.layers: {wanted} is not below the {self.depth} layers of {drafter}")
+        L.seed_everything(self.config.seed, verbose=False)
+
+    @property
+    def current(self) -> Path:
+        """The latest kept checkpoint."""
+        return self._directory(self.state.steps[-1].layers) / "drafter" if self.state.steps else self.whole
+
+    def _directory(self, layers: int) -> Path:
+        return self.stage.output / f"layers-{layers:03d}"
+
+    def go(self) -> None:
+        """Remove and recover until a stop."""
+        if self.state.tau_whole is None:
+            self.state.tau_whole = self._tau(self.whole)
+            self._save()
+        floor = self.settings.retention * self.state.tau_whole
+        say(f"{self.depth} layers, acceptance length {self.state.tau_whole:.3f}, floor {floor:.3f}")
+        left = self.depth - len(self.state.steps)
+        while left > (self.settings.layers or 1):
+            removal = self._choose()
+            tau = self._recover(removal, left - 1)
+            say(
+                f"{left - 1} layers: layer {removal.removed} removed, acceptance length "
+                f"{removal.tau_unrecovered:.3f}, recovered {tau:.3f}"
+            )
+            if tau < floor:
+                say(f"that is below the floor of {floor:.3f}; {left} layers stay")
+                break
+            left -= 1
+            self.state.steps.append(PruneStep(left, removal, tau))
+            self.state.pending = None
+            self._save()
+            self._register(tau)
+        self.stage.result.metrics |= {
+            "layers": left,
+            "tau_whole": self.state.tau_whole,
+            "tau": self.state.steps[-1].tau if self.state.steps else self.state.tau_whole,
+            "steps": [asdict(step) for step in self.state.steps],
+        }
+        rows = [
+            [str(s.layers), str(s.removal.removed), f"{s.removal.tau_unrecovered:.3f}", f"{s.tau:.3f}"]
+            for s in self.state.steps
+        ]
+        show_table("pruning", ["layers", "removed", "τ without recovery", "τ"], rows)
+        _plot(self.state, self.depth, self.stage.output / "prune.png")
+
+    def keep(self, directory: Path) -> None:
+        """The result under a plain name."""
+        loaded = load_drafter_for(self.current, self.bundle)
+        save_drafter(
+            directory,
+            loaded.drafter,
+            identity=loaded.identity,
+            drafter_version=loaded.drafter_version,
+            length_head=loaded.length_head,
+        )
+
+    def _choose(self) -> Removal:
+        if self.state.pending is None:
+            target = self.bundle.target
+            drafter = load_drafter_for(self.current, self.bundle, dtype=target.dtype).drafter
+            with self.stage.result.section("importance"):
+                results = replay_without_each_layer(drafter, target, self.measured)
+            taus = [total_acceptance_length(of_layer) for of_layer in results]
+            self.state.pending = Removal(taus.index(max(taus)), taus)
+            self._save()
+        return self.state.pending
+
+    def _recover(self, removal: Removal, layers: int) -> float:
+        """τ after recovery; the checkpoint is in the directory of this many layers."""
+        output = self._directory(layers)
+        checkpoint = str(output / CHECKPOINT) if (output / CHECKPOINT).is_file() else None
+        student = load_drafter_for(self.current, self.bundle)
+        remove_layer(student.drafter, removal.removed)
+        teacher = load_drafter_for(self.whole, self.bundle, dtype=self.bundle.target.dtype).drafter
+        module = RecoveryModule(
+            prepare_training(
+                student.drafter, self.bundle, self.train, freeze_mlp=self.config.drafter.freeze_mlp
+            ),
+            teacher,
+            self.bundle.target,
+            loss_spec(self.settings.loss),
+            optim_spec(self.settings.optim, self.settings.steps),
+            label_share=self.settings.label_share,
+        )
+        with (
+            self.stage.result.section("recovery"),
+            export_on_success(output / "drafter", checkpoint) as pending,
+        ):
+            export = ExportBest(
+                pending,
+                self.bundle.target.identity,
+                f"{self.config.name}-prune-{layers}-{CONTENT}",
+                # recovery never hands on a worse drafter than the bare removal
+                measure_start=True,
+            )
+            trainer = stage_trainer(
+                output,
+                self.settings,
+                logger=tracking_for(self.config).lightning_logger(self.stage.tracked.run_id),
+                callbacks=[export],
+                validate=True,
+            )
+            datamodule = OfflineDataModule(
+                self.train, self.measured, packing_spec(self.config, self.settings), seed=self.config.seed
+            )
+            fit(trainer, module, datamodule, checkpoint)
+        return export.best
+
+    def _register(self, tau: float) -> None:
+        self.stage.registry().register(
+            self.current,
+            run_id=self.stage.tracked.run_id,
+            tags={"data_window": "pruned"},
+            metrics={"tau": tau},
+        )
+
+    def _tau(self, directory: Path) -> float:
+        target = self.bundle.target
+        drafter = load_drafter_for(directory, self.bundle, dtype=target.dtype).drafter
+        return total_acceptance_length(replay(drafter, target, self.measured))
+
+    def _save(self) -> None:
+        write_json(self.path, asdict(self.state))
+
+
+def _plot(state: PruneState, depth: int, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    assert state.tau_whole is not None
+    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    layers = [depth, *(step.layers for step in state.steps)]
+    axes.plot(layers, [state.tau_whole, *(s.tau for s in state.steps)], marker="o", label="recovered")
+    axes.plot(
+        layers[1:], [s.removal.tau_unrecovered for s in state.steps], marker="x", label="without recovery"
+    )
+    axes.invert_xaxis()
+    axes.set_xlabel("layers")
+    axes.set_ylabel("acceptance length")
+    axes.legend()
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,149 @@
+"""A D3D drafter through the commands: trained, evaluated, registered, pruned; what it cannot do yet is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from drafters.checkpoint import drafter_digest, load_drafter
+from drafters.d3d import D3DDrafter
+from lightning_modules.callbacks.finite_guard import FiniteGuard
+from pipeline.cli import main
+from pipeline.config import load_config
+from pipeline.models import read_identity
+from pipeline.stages.context import registry_for
+
+D3D = ["tiny.yaml", "--set", "drafter.family=d3d", "--set", "drafter.init=target"]
+RECOVERY = {
+    "steps": 6,
+    "validate_every": 3,
+    "checkpoint_every": 2,
+    "anchors_per_document": 16,
+    "precision": "32-true",
+    "retention": 0,
+    "layers": 1,
+    "optim.lr": 3e-3,
+}
+PRUNE = [word for key, value in RECOVERY.items() for word in ("--set", f"prune.{key}={value}")]
+
+
+def call(*words: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main([*words])
+    return int(stop.value.code or 0)
+
+
+def result(run: Path, stage: str) -> dict[str, Any]:
+    metrics: dict[str, Any] = json.loads((run / "out" / stage / "result.json").read_text())["metrics"]
+    return metrics
+
+
+@pytest.fixture
+def trained(run: Path) -> Path:
+    # nor what the other family left: local copies of its versions
+    for stage in ("train", "distill", "length_head", "evaluate", "deploy", "versions"):
+        shutil.rmtree(run / "out" / stage)
+    assert call("train", *D3D) == 0
+    return run
+
+
+def depth_of(directory: Path) -> int:
+    return int(load_drafter(directory).drafter.config.num_hidden_layers)
+
+
+def test_train_evaluate_and_deploy(trained: Path) -> None:
+    drafter = load_drafter(trained / "out" / "train" / "drafter").drafter
+    assert isinstance(drafter, D3DDrafter) and drafter.block_size == 4
+    assert result(trained, "train")["acceptance_length"] > 1
+    assert call("evaluate", *D3D) == 0
+    assert result(trained, "evaluate")["lossless"] is True
+    assert call("deploy", *D3D) == 0
+    config = load_config(trained / "tiny.yaml", ["drafter.family=d3d"])
+    champion = registry_for(config, read_identity(config).target_id).champion()
+    assert champion is not None and champion.tags["family"] == "d3d"
+
+
+def test_prune_keeps_every_depth_and_never_makes_it_worse_by_recovering(trained: Path) -> None:
+    whole = depth_of(trained / "out" / "train" / "drafter")
+    assert call("prune", *D3D, *PRUNE) == 0
+    metrics = result(trained, "prune")
+    assert metrics["layers"] == 1
+    assert [step["layers"] for step in metrics["steps"]] == list(range(whole - 1, 0, -1))
+    for step in metrics["steps"]:
+        importance = step["removal"]["importance"]
+        assert len(importance) == step["layers"] + 1
+        assert importance[step["removal"]["removed"]] == max(importance)
+        assert step["tau"] >= max(importance) - 1e-9
+        plain = AutoModelForCausalLM.from_pretrained(
+            trained / "out" / "prune" / f"layers-{step['layers']:03d}" / "drafter"
+        )
+        assert len(plain.model.layers) == step["layers"]
+    assert depth_of(trained / "out" / "prune" / "drafter") == 1
+    assert (trained / "out" / "prune" / "prune.png").stat().st_size > 1000
+    config = load_config(trained / "tiny.yaml", ["drafter.family=d3d"])
+    versions = registry_for(config, read_identity(config).target_id).list_versions()
+    assert sum("-prune-" in v.tags["drafter_version"] for v in versions) == whole - 1
+
+
+def test_a_pruning_that_was_cut_off_ends_where_an_uninterrupted_one_does(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call("prune", *D3D, *PRUNE) == 0
+    finished = drafter_digest(trained / "out" / "prune" / "drafter")
+    check = FiniteGuard.on_before_backward
+    for crash in (3, 6 + 1, 6 + 5):
+        shutil.rmtree(trained / "out" / "prune")
+        steps = iter(range(crash))
+
+        def check_or_break(self: FiniteGuard, *rest: Any, left: Any = steps) -> None:
+            if next(left, None) is None:
+                raise ConnectionError("the machine is gone")
+            check(self, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FiniteGuard, "on_before_backward", check_or_break)
+            with pytest.raises(ConnectionError):
+                main(["prune", *D3D, *PRUNE])
+        assert call("prune", *D3D, *PRUNE, "--resume") == 0
+        assert drafter_digest(trained / "out" / "prune" / "drafter") == finished, crash
+
+
+def test_a_floor_that_nothing_meets_keeps_the_whole_drafter(trained: Path) -> None:
+    words = [
+        *PRUNE,
+        "--set",
+        "prune.layers=null",
+        "--set",
+        "prune.retention=1",
+        "--set",
+        "prune.optim.lr=1e-9",
+    ]
+    assert call("prune", *D3D, *words) == 0
+    metrics = result(trained, "prune")
+    kept = metrics["layers"]
+    assert metrics["tau"] >= metrics["tau_whole"]
+    assert depth_of(trained / "out" / "prune" / "drafter") == kept
+
+
+def test_pruning_a_dflash_drafter(run: Path) -> None:
+    settings = ["tiny.yaml", "--set", "drafter.num_layers=2", "--set", "train.steps=6"]
+    assert call("train", *settings) == 0
+    assert call("prune", *settings, *PRUNE) == 0
+    assert depth_of(run / "out" / "prune" / "drafter") == 1
+
+
+def test_what_a_d3d_drafter_cannot_do_yet_is_said(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("distill", "fit-length-head"):
+        assert call(command, *D3D) == 2
+        assert "dflash only" in capsys.readouterr().err
+    assert call("train", *D3D, "--set", "train.loss.objective=osd") == 2
+    assert "train.loss.objective" in capsys.readouterr().err
+    assert call("prune", *D3D, "--set", "prune.layers=9") == 2
+    assert "prune.layers" in capsys.readouterr().err
+    assert call("prune", *D3D, "--resume") == 2
+    assert "run without --resume" in capsys.readouterr().err
