@@ -31,6 +31,7 @@ from serving_bridge.load_generator import LoadGenerator, LoadRequest
 from serving_bridge.records import VerificationRecord
 from serving_bridge.sglang_process import running_server
 from serving_bridge.sglang_server import SGLangServer
+from serving_bridge.transport import LogReader
 from serving_bridge.transports import open_reader
 
 WINDOWS = 3
@@ -70,6 +71,9 @@ def serve_live(config: Config) -> Path:
             running_server(launch, config.output / "server.log", UP_WITHIN_S),
         ):
             say(f"SGLang serves {champion.tags.get('drafter_version')} at {url}")
+            # a registered reader at the start, or retention would delete what the figures are about
+            report = report_reader(config)
+            report.commit(report.cursor)
             load = load_for(config, bundle, url, len(requests))
             load.start(requests)
             server = connect(config, [url])[0]
@@ -132,11 +136,16 @@ def load_for(config: Config, bundle: TargetBundle, url: str, total: int) -> Load
 
 def all_records(config: Config) -> list[VerificationRecord]:
     """What the server logged so far, oldest first."""
-    reader = open_reader(log_place(config), "report", quarantine=False)
+    reader = report_reader(config)
     records = []
     while deliveries := reader.read(512):
         records += [delivery.record for delivery in deliveries]
     return sorted(records, key=lambda record: record.time)
+
+
+def report_reader(config: Config) -> LogReader:
+    """The reader of this demo's own figures."""
+    return open_reader(log_place(config), "report", quarantine=False)
 
 
 def canary_drill(
