@@ -84,7 +84,7 @@ class DrafterConfig(Section):
     init_layer_ids: list[int] | None = Field(None, description="Target layers to copy for `init: target`.")
     freeze_mlp: bool = Field(
         False,
-        description="Leave the MLPs as they are: copied ones know what they need, and steps become a third cheaper.",
+        description="Leave the MLPs as they are: copied ones know what they need, and steps become cheaper.",
     )
 
 

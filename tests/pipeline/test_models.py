@@ -12,6 +12,7 @@ import torch
 from drafters.checkpoint import load_drafter, save_drafter
 from drafters.errors import UserError
 from drafters.length_head import LengthHead
+from drafters.packing import Document
 from drafters.policies import AdaFlashPolicy, FixedPolicy, Load
 from pipeline.config import Config, PolicyConfig
 from pipeline.models import (
@@ -20,6 +21,7 @@ from pipeline.models import (
     load_target,
     make_policy,
     new_drafter,
+    prepare_training,
     target_directory,
     target_name,
 )
@@ -146,6 +148,17 @@ def test_a_new_drafter_depends_on_the_seed_alone(output: Path) -> None:
     ]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
     assert weights[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_frozen_mlps_are_the_only_weights_that_do_not_train(output: Path, frozen: bool) -> None:
+    bundle = load_target(config_for(output))
+    drafter = new_drafter(config_for(output), bundle)
+    document = Document([1, 2, 3, 4, 5], [False, False, True, True, True], "d")
+    prepare_training(drafter, bundle, [document], freeze_mlp=frozen)
+    still = {name for name, p in drafter.named_parameters() if not p.requires_grad}
+    mlps = {name for name, _ in drafter.named_parameters() if ".mlp." in name}
+    assert mlps and still == (mlps if frozen else set())
 
 
 def test_policies_of_a_config(output: Path, tmp_path: Path) -> None:
