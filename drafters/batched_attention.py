@@ -3,8 +3,8 @@
 Registered with HF as an attention implementation, so that the model itself stays HF's. Three cases differ from HF's own SDPA.
 
 - *Ragged rows.* The new tokens of several requests lie end to end in one row, as many of each as its verify_len asks for;
-  linear layers see them together, attention runs request by request on its own cache. Nothing is padded. The last tokens of a
-  request may be a block, which sees itself in both directions (a D3D drafter that drafts).
+  linear layers see them together, attention runs request by request on its own cache. Nothing is padded. New tokens are
+  causal, unless a mask says which of them see each other (a D3D drafter that fills blocks).
 - *Packed rows.* Documents lie end to end, and behind them blocks anchored in them (a D3D drafter that learns). Documents are
   causal; a block sees its document strictly before its anchor, and itself in both directions.
 - *A few new tokens on a long cache with a mask* (HF's `generate` on a padded batch). With grouped-query attention HF copies
@@ -41,12 +41,13 @@ MAX_FOLDED_TOKENS = 16
 class RaggedRows:
     """Which slice of a flat row belongs to which cache; passed through the model to every layer.
 
-    The last `block_size` tokens of each slice are a block; 0 for none.
+    `own_masks`, bool [S, S] of each slice, True = visible: which new tokens see which; None for causal. Cached tokens are
+    visible to all.
     """
 
     lengths: Sequence[int]
     caches: Sequence[DynamicCache]
-    block_size: int = 0
+    own_masks: Sequence[torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -132,32 +133,35 @@ def _ragged(
 ) -> torch.Tensor:
     lengths = list(ragged.lengths)
     outputs: list[torch.Tensor] = []
-    for q, new_keys, new_values, cache in zip(
+    own_masks: Sequence[torch.Tensor | None] = ragged.own_masks or [None] * len(lengths)
+    for q, new_keys, new_values, cache, own_mask in zip(
         query.split(lengths, dim=2),
         key.split(lengths, dim=2),
         value.split(lengths, dim=2),
         ragged.caches,
+        own_masks,
         strict=True,
     ):
         k, v = cache.update(new_keys, new_values, module.layer_idx)
-        if k.shape[2] == q.shape[2] and not ragged.block_size:
+        if k.shape[2] == q.shape[2] and own_mask is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         else:
-            mask = _causal_mask(q.shape[2], k.shape[2], ragged.block_size, q.device)
-            out = _folded(q, k, v, mask, scaling)
+            out = _folded(q, k, v, _cached_mask(q.shape[2], k.shape[2], own_mask, q.device), scaling)
         outputs.append(out)
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
-def _causal_mask(
-    new_tokens: int, all_tokens: int, block_size: int, device: torch.device
+def _cached_mask(
+    new_tokens: int, all_tokens: int, own_mask: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor | None:
+    """bool [1, 1, S, T]: everything cached, and of the new tokens what `own_mask` says, by default the earlier ones."""
     if new_tokens == 1:
         return None
     seen = torch.ones(new_tokens, all_tokens, dtype=torch.bool, device=device)
-    seen = seen.tril(all_tokens - new_tokens)
-    if block_size:
-        seen[-block_size:, -block_size:] = True
+    if own_mask is None:
+        seen = seen.tril(all_tokens - new_tokens)
+    else:
+        seen[:, all_tokens - new_tokens :] = own_mask
     return seen[None, None]
 
 

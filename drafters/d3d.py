@@ -5,7 +5,8 @@ LM; what makes it a drafter is `d3d_config` in its configuration (block size, ma
 packed batch computes every document once, causally, and the blocks behind it: a block sees its document strictly before its
 anchor and itself in both directions. The documents' part serves L_AR, the blocks' part L_diff (D3D eq. 5-7).
 
-Shapes: T flat tokens, N blocks, B block size, C new committed tokens of a request, H hidden, V vocabulary.
+Shapes: T flat tokens, N blocks, B block size, C new committed tokens of a request, L slots of a block that are verified, K
+branches of a request, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -71,6 +72,24 @@ class D3DOutput:
     layout: BlockLayout
 
 
+@dataclass(frozen=True)
+class AheadRows:
+    """What one request's drafter computes while the target verifies.
+
+    block_ids: int64 [L], the anchor and the drafts under verification.
+    start: absolute position of the anchor = tokens in `cache`.
+    depths: of each branch, how many slots of the block precede it (1..L): its anchor stands at `start + depth`.
+    anchors: the branches' anchor tokens.
+    cache: the drafter's own; holds the block as well afterwards.
+    """
+
+    block_ids: torch.Tensor
+    start: int
+    depths: Sequence[int]
+    anchors: Sequence[int]
+    cache: DynamicCache
+
+
 class D3DDrafter(nn.Module):
     """A causal LM that drafts blocks.
 
@@ -108,6 +127,10 @@ class D3DDrafter(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.head_VH.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.head_VH.device
 
     @property
     def head_VH(self) -> torch.Tensor:
@@ -154,25 +177,71 @@ class D3DDrafter(nn.Module):
             for start, row in zip(starts, rows, strict=True)
         ]
         lengths = [len(row) for row in rows]
+        own_masks = []
+        for length in lengths:
+            seen = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
+            seen[-self.block_size :, -self.block_size :] = True
+            own_masks.append(seen)
         hidden_LH = self._run(
-            self.embed(torch.cat(rows)),
-            torch.cat(positions),
-            ragged=RaggedRows(lengths, caches, self.block_size),
+            self.embed(torch.cat(rows)), torch.cat(positions), ragged=RaggedRows(lengths, caches, own_masks)
         )
         for cache in caches:
             # the block's own keys know of masks; the anchor's are made anew when it has become context
             cache.crop(-self.block_size)
         return torch.stack([part[-self.block_size :] for part in hidden_LH.split(lengths)])
 
+    @torch.no_grad()
+    def draft_ahead(self, requests: Sequence[AheadRows]) -> list[torch.Tensor]:
+        """Read the blocks under verification, causally, and fill the blocks that may follow, in one pass.
+
+        A branch sees what is cached, the slots of the block before it, and itself: the very rows that `draft` would compute
+        once its tokens were committed (D3D's packed pass; B[(C-1)F+2] slots for a budget of C and F).
+
+        Returns:
+            hidden [K, B, H] of each request's branches.
+        """
+        ids, positions, lengths, own_masks = [], [], [], []
+        for request in requests:
+            depths_K = torch.tensor(request.depths, device=self.device)
+            anchors_K = torch.tensor(request.anchors, device=self.device)
+            block_L = request.block_ids.to(self.device)
+            branches_KB = block_L.new_full((len(anchors_K), self.block_size), self.spec.mask_token_id)
+            branches_KB[:, 0] = anchors_K
+            offsets_B = torch.arange(self.block_size, device=self.device)
+            ids.append(torch.cat([block_L, branches_KB.flatten()]))
+            positions.append(
+                request.start
+                + torch.cat(
+                    [
+                        torch.arange(len(block_L), device=self.device),
+                        (depths_K[:, None] + offsets_B).flatten(),
+                    ]
+                )
+            )
+            lengths.append(len(ids[-1]))
+            own_masks.append(_branch_mask(len(block_L), depths_K, self.block_size))
+        hidden = self._run(
+            self.embed(torch.cat(ids)),
+            torch.cat(positions),
+            ragged=RaggedRows(lengths, [request.cache for request in requests], own_masks),
+        )
+        parts = []
+        for request, part in zip(requests, hidden.split(lengths), strict=True):
+            block_length, branches = len(request.block_ids), len(request.anchors)
+            if branches:
+                request.cache.crop(-branches * self.block_size)
+            parts.append(part[block_length:].view(branches, self.block_size, -1))
+        return parts
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The drafter's own input embeddings of token ids of any shape."""
-        embedded: torch.Tensor = self.lm.get_input_embeddings()(token_ids)
+        embedded: torch.Tensor = self.lm.get_input_embeddings()(token_ids.to(self.device))
         return embedded
 
     def _run(self, embeddings_LH: torch.Tensor, position_ids: torch.Tensor, **rows: Any) -> torch.Tensor:
         output = self.lm.model(
             inputs_embeds=embeddings_LH[None],
-            position_ids=position_ids[None],
+            position_ids=position_ids[None].to(self.device),
             # a mask of four dimensions is handed on as it is; the attention ignores it
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=embeddings_LH.device),
             use_cache=False,
@@ -180,3 +249,21 @@ class D3DDrafter(nn.Module):
         )
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
+
+
+def _branch_mask(block_length: int, depths_K: torch.Tensor, block_size: int) -> torch.Tensor:
+    """bool [S, S] of S = L + K·B rows: the block causal; branch k sees its first `depths_K[k]` slots, and itself."""
+    num_branches = len(depths_K)
+    owner = torch.arange(num_branches, device=depths_K.device).repeat_interleave(block_size)
+    slots_L = torch.arange(block_length, device=depths_K.device)
+    block = torch.cat(
+        [
+            slots_L[:, None] >= slots_L[None, :],
+            torch.zeros(block_length, len(owner), dtype=torch.bool, device=depths_K.device),
+        ],
+        dim=1,
+    )
+    branches = torch.cat(
+        [slots_L[None, :] < depths_K[owner][:, None], owner[:, None] == owner[None, :]], dim=1
+    )
+    return torch.cat([block, branches])

@@ -6,11 +6,16 @@ verified, Σ verify_len of them; sessions that have not begun read their prompts
 each round, so a new one can be swapped in between two: a session notices that its context keys and values were
 made by another drafter and rebuilds them from the raw features.
 
-Shapes: N sessions, S prompt tokens, B block size, L verify_len, H hidden, V vocabulary, C feature width.
+A D3D drafter may draft ahead while the target verifies (`Lookahead`): sessions whose verification ends as one of the prepared
+blocks assumed go on with that block, the others draft.
+
+Shapes: N sessions, S prompt tokens, B block size, D drafts of a block (B-1; B-2 in a block prepared for full acceptance), L
+verify_len, H hidden, V vocabulary, C feature width.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +25,12 @@ import torch
 from transformers import DynamicCache
 
 from drafters.blocks import AttentionGroup
-from drafters.d3d import D3DDrafter
+from drafters.branches import Branch
+from drafters.d3d import AheadRows, D3DDrafter
 from drafters.dflash import ContextCache, DFlashDrafter, KeyValue
 from drafters.errors import UserError
 from drafters.fill import Drafter, draft_head
+from drafters.lookahead import BlockUnderVerification, Lookahead, Preparation, Prepared
 from drafters.policies import LengthPolicy, Load
 from drafters.target import Target, TargetOutput
 from drafters.verify import (
@@ -52,8 +59,8 @@ class ServingDrafter:
 class DecodedRound:
     """One verification round.
 
-    `start` is the anchor's absolute position, `draft_ids` all B-1 drafts, also those beyond verify_len; `committed` counts
-    tokens kept after cutting at EOS and the length limit.
+    `start` is the anchor's absolute position, `draft_ids` all D drafts, also those beyond verify_len; `committed` counts
+    tokens kept after cutting at EOS and the length limit; `prepared` says that the block was drafted ahead.
     """
 
     start: int
@@ -62,6 +69,7 @@ class DecodedRound:
     accepted: int
     draft_ids: list[int]
     committed: int
+    prepared: bool = False
 
 
 class DecodingSession:
@@ -119,6 +127,8 @@ class DecodingSession:
         self._context = ContextCache()
         # a D3D drafter's own cache of the first `_encoded` tokens
         self._draft_cache: DynamicCache | None = None
+        # hidden states of the next block, if it was prepared; by `_context_owner`
+        self._prepared: torch.Tensor | None = None
         self._context_owner: Drafter | None = None
 
     @property
@@ -141,17 +151,19 @@ class DecodingSession:
         (output,) = self.target.forward_cached([prompt], [0], [self._target_cache])
         self._begin(output)
 
-    def step(self, serving: ServingDrafter, load: Load | None = None) -> DecodedRound:
+    def step(
+        self, serving: ServingDrafter, load: Load | None = None, lookahead: Lookahead | None = None
+    ) -> DecodedRound:
         """Draft a block, verify verify_len slots of it, commit."""
-        for error in decode_round([self], serving, load).values():
+        for error in decode_round([self], serving, load, lookahead).values():
             raise error
         return self.rounds[-1]
 
-    def run(self, serving: ServingDrafter) -> list[int]:
+    def run(self, serving: ServingDrafter, lookahead: Lookahead | None = None) -> list[int]:
         """Decode to the end with one drafter; returns the output ids."""
         self.prefill()
         while not self.finished:
-            self.step(serving)
+            self.step(serving, lookahead=lookahead)
         return self.output_ids
 
     @property
@@ -178,9 +190,29 @@ class DecodingSession:
         if self._context_owner is not drafter or self._draft_cache is None:
             self._draft_cache = DynamicCache(config=drafter.config)
             self._context_owner, self._encoded = drafter, 0
-        tokens = torch.tensor(self.tokens[self._encoded :], device=self.target.device)
+        tokens = torch.tensor(self.tokens[self._encoded :], device=drafter.device)
         start, self._encoded = self._encoded, self._start
         return tokens, start, self._draft_cache
+
+    def _take_prepared(self, drafter: Drafter) -> torch.Tensor | None:
+        """Hidden states of this round's block if this drafter has prepared it; it is not kept."""
+        block, self._prepared = self._prepared, None
+        return block if self._context_owner is drafter else None
+
+    def ahead_rows(self, block_ids: torch.Tensor, depths: list[int], anchors: list[int]) -> AheadRows:
+        """What the drafter is to prepare, given the block that is being verified."""
+        assert self._draft_cache is not None
+        return AheadRows(block_ids, self._start, depths, anchors, self._draft_cache)
+
+    def keep_prepared(self, prepared: Prepared) -> bool:
+        """After a round: forget the draft keys of rejected slots, keep the block that follows; whether there is one."""
+        assert self._draft_cache is not None
+        surplus = self._draft_cache.get_seq_length() - self._start
+        if surplus:
+            self._draft_cache.crop(-surplus)
+        self._encoded = self._start
+        self._prepared = prepared.get(Branch(self.rounds[-1].accepted, self.tokens[-1]))
+        return self._prepared is not None
 
     def _extend_context(self, layers: list[KeyValue]) -> None:
         """Append what `_unencoded` lacked, now that it is encoded."""
@@ -190,7 +222,7 @@ class DecodingSession:
     def _choose(
         self, draft_logits: torch.Tensor, serving: ServingDrafter
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Drafts [B-1], and the distributions that they were drawn from unless they are the likeliest tokens."""
+        """Drafts [D], and the distributions that they were drawn from unless they are the likeliest tokens."""
         if self.sampling.greedy or serving.draft_sampling == "argmax":
             return draft_logits.max(dim=-1).indices, None
         q_LV = warp(draft_logits, self.sampling)
@@ -204,6 +236,7 @@ class DecodingSession:
         q_LV: torch.Tensor | None,
         output: TargetOutput,
         logits_LV: torch.Tensor,
+        prepared: bool,
     ) -> None:
         """Verify, keep what was accepted, commit, and note the round."""
         start, verify_len = self._start, logits_LV.shape[0]
@@ -219,6 +252,7 @@ class DecodingSession:
                 accepted=outcome.accepted,
                 draft_ids=drafts.tolist(),
                 committed=self._commit(new_tokens),
+                prepared=prepared,
             )
         )
 
@@ -249,20 +283,23 @@ class DecodingSession:
 
 
 @torch.no_grad()
-def draft_blocks(sessions: Sequence[DecodingSession], drafter: Drafter) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fill one block for each session that has begun.
-
-    Returns:
-        hidden_NBH and the embeddings_NBH that went in.
-    """
+def embed_blocks(sessions: Sequence[DecodingSession], drafter: Drafter) -> torch.Tensor:
+    """embeddings_NBH of the blocks that the sessions are at: anchor and masks."""
     target = sessions[0].target
     blocks_NB = torch.full(
         (len(sessions), drafter.block_size), drafter.spec.mask_token_id, device=target.device
     )
     blocks_NB[:, 0] = torch.tensor([session.tokens[-1] for session in sessions], device=target.device)
+    return drafter.embed(blocks_NB) if isinstance(drafter, D3DDrafter) else target.embed(blocks_NB)
+
+
+@torch.no_grad()
+def draft_blocks(sessions: Sequence[DecodingSession], drafter: Drafter) -> torch.Tensor:
+    """Fill one block for each session that has begun; returns hidden_NBH."""
+    target = sessions[0].target
     if isinstance(drafter, D3DDrafter):
         tokens, starts, caches = zip(*(session._unread(drafter) for session in sessions), strict=True)
-        return drafter.draft(tokens, starts, caches), drafter.embed(blocks_NB)
+        return drafter.draft(tokens, starts, caches)
     _encode(sessions, drafter)
     starts_N = torch.tensor([session._start for session in sessions], device=target.device)
     groups: list[AttentionGroup] = []
@@ -272,14 +309,12 @@ def draft_blocks(sessions: Sequence[DecodingSession], drafter: Drafter) -> tuple
         last = first + session._context.length
         groups.append(AttentionGroup(slice(number, number + 1), slice(first, last), None))
         first = last
-    embeddings_NBH = target.embed(blocks_NB)
-    hidden_NBH = drafter(
-        embeddings_NBH,
+    return drafter(
+        embed_blocks(sessions, drafter),
         starts_N[:, None] + torch.arange(drafter.block_size, device=target.device),
         ContextCache.cat([session._context for session in sessions]),
         groups,
     )
-    return hidden_NBH, embeddings_NBH
 
 
 def _encode(sessions: Sequence[DecodingSession], drafter: DFlashDrafter) -> None:
@@ -301,7 +336,10 @@ def _encode(sessions: Sequence[DecodingSession], drafter: DFlashDrafter) -> None
 
 @torch.no_grad()
 def decode_round(
-    sessions: Sequence[DecodingSession], serving: ServingDrafter, load: Load | None = None
+    sessions: Sequence[DecodingSession],
+    serving: ServingDrafter,
+    load: Load | None = None,
+    lookahead: Lookahead | None = None,
 ) -> dict[DecodingSession, Exception]:
     """One round of every session: draft, verify and commit, or read the prompt.
 
@@ -309,6 +347,7 @@ def decode_round(
         sessions: unfinished ones of one target.
         serving: drafter and policy of this round.
         load: what the policy is told; by default that these sessions are running.
+        lookahead: prepares next blocks while the target verifies; only D3D drafters can, others ignore it.
 
     Returns:
         What went wrong with single sessions (sampling from degenerate distributions, say); those must not go on. An error
@@ -323,33 +362,56 @@ def decode_round(
     ]
     running = [session for session in sessions if session.begun]
     if running:
-        hidden_NBH, embeddings_NBH = draft_blocks(running, serving.drafter)
-        head_VH = draft_head(serving.drafter, target)
-        drafted = hidden_NBH[:, 1:].to(head_VH.dtype)
-        # two dimensions, or `linear` would copy the head once per block
-        logits_NBV = torch.nn.functional.linear(drafted.flatten(0, 1), head_VH).view(*drafted.shape[:2], -1)
-        lengths_N = serving.policy.verify_len(hidden_NBH, embeddings_NBH, load or Load(running=len(sessions)))
-        for session, logits, length in zip(running, logits_NBV, lengths_N.tolist(), strict=True):
-            with _noting(session, failed):
-                drafts, q_LV = session._choose(logits, serving)
-                anchor = drafts.new_tensor([session.tokens[-1]])
-                rows = torch.cat([anchor, drafts[: length - 1]])
-                jobs.append(_Rows(session, rows, session._start, drafts, q_LV))
+        jobs += _draft(running, serving, load or Load(running=len(sessions)), lookahead, failed)
     if not jobs:
         return failed
-    outputs = target.forward_cached(
-        [job.ids for job in jobs], [job.start for job in jobs], [job.session._target_cache for job in jobs]
-    )
-    verified = [o.hidden_TH for job, o in zip(jobs, outputs, strict=True) if job.drafts is not None]
-    logits_of = iter(target.logits(torch.cat(verified)).split([len(h) for h in verified]) if verified else ())
-    for job, output in zip(jobs, outputs, strict=True):
-        logits_LV = next(logits_of) if job.drafts is not None else None
-        with _noting(job.session, failed):
-            if job.drafts is None or logits_LV is None:
-                job.session._begin(output)
-            else:
-                job.session._finish_round(serving, job.drafts, job.q_LV, output, logits_LV)
+    ahead: Preparation[DecodingSession] | None = None
+    if lookahead is not None and isinstance(serving.drafter, D3DDrafter):
+        blocks = [
+            BlockUnderVerification(job.session, job.ids, job.draft.ids.tolist(), job.draft.logits_DV)
+            for job in jobs
+            if job.draft is not None
+        ]
+        ahead = Preparation.start(lookahead, serving.drafter, blocks)
+    started = time.perf_counter()
+    try:
+        outputs = target.forward_cached(
+            [job.ids for job in jobs],
+            [job.start for job in jobs],
+            [job.session._target_cache for job in jobs],
+        )
+        verified = [o.hidden_TH for job, o in zip(jobs, outputs, strict=True) if job.draft is not None]
+        logits_of = iter(
+            target.logits(torch.cat(verified)).split([len(h) for h in verified]) if verified else ()
+        )
+        for job, output in zip(jobs, outputs, strict=True):
+            logits_LV = next(logits_of) if job.draft is not None else None
+            with _noting(job.session, failed):
+                if job.draft is None or logits_LV is None:
+                    job.session._begin(output)
+                else:
+                    draft = job.draft
+                    job.session._finish_round(
+                        serving, draft.ids, draft.q_LV, output, logits_LV, draft.prepared
+                    )
+    except BaseException:
+        if ahead is not None:
+            ahead.abandon()
+        raise
+    if ahead is not None:
+        going_on = [s for s in running if s not in failed and not s.finished]
+        ahead.finish(time.perf_counter() - started, {s: s.rounds[-1].accepted for s in going_on})
     return failed
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """One session's block: its D drafts, their logits, and what they were drawn from unless they are the likeliest."""
+
+    ids: torch.Tensor
+    logits_DV: torch.Tensor
+    q_LV: torch.Tensor | None
+    prepared: bool
 
 
 @dataclass(frozen=True)
@@ -359,8 +421,46 @@ class _Rows:
     session: DecodingSession
     ids: torch.Tensor
     start: int
-    drafts: torch.Tensor | None = None
-    q_LV: torch.Tensor | None = None
+    draft: _Draft | None = None
+
+
+def _draft(
+    sessions: Sequence[DecodingSession],
+    serving: ServingDrafter,
+    load: Load,
+    lookahead: Lookahead | None,
+    failed: dict[DecodingSession, Exception],
+) -> list[_Rows]:
+    """Blocks of all sessions, prepared or drafted now, and the rows of them that are to be verified."""
+    drafter = serving.drafter
+    blocks = [session._take_prepared(drafter) for session in sessions]
+    missing = [session for session, block in zip(sessions, blocks, strict=True) if block is None]
+    drafted: Iterator[torch.Tensor] = iter(())
+    if missing:
+        started = time.perf_counter()
+        drafted = iter(draft_blocks(missing, drafter))
+        if lookahead is not None:
+            lookahead.stats.draft_s += time.perf_counter() - started
+            lookahead.stats.draft_passes += 1
+    hidden = [next(drafted) if block is None else block for block in blocks]
+    head_VH = draft_head(drafter, sessions[0].target)
+    # two dimensions, or `linear` would copy the head once per block
+    drafting = torch.cat([block[1:] for block in hidden]).to(head_VH.dtype)
+    logits = torch.nn.functional.linear(drafting, head_VH).split([len(block) - 1 for block in hidden])
+    # a block prepared for full acceptance lacks its last slot; the policy is shown the one before it in its place
+    hidden_NBH = torch.stack([torch.cat([b, b[-1:].expand(drafter.block_size - len(b), -1)]) for b in hidden])
+    embeddings_NBH = embed_blocks(sessions, drafter)
+    lengths_N = serving.policy.verify_len(hidden_NBH, embeddings_NBH, load)
+    rows: list[_Rows] = []
+    for session, logits_DV, length, block in zip(sessions, logits, lengths_N.tolist(), blocks, strict=True):
+        with _noting(session, failed):
+            drafts, q_LV = session._choose(logits_DV, serving)
+            drafts = drafts.to(session.target.device)
+            anchor = drafts.new_tensor([session.tokens[-1]])
+            ids = torch.cat([anchor, drafts[: length - 1]])
+            draft = _Draft(drafts, logits_DV, q_LV, prepared=block is not None)
+            rows.append(_Rows(session, ids, session._start, draft))
+    return rows
 
 
 @contextmanager

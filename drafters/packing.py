@@ -53,6 +53,11 @@ class Document:
             round_starts=None if starts is None else [s for s in starts if s < max_length],
         )
 
+    def prompt_and_output(self) -> tuple[list[int], list[int]]:
+        """A single-turn document split where its response begins."""
+        start = self.response_mask.index(True)
+        return self.token_ids[:start], self.token_ids[start:]
+
     def anchor_positions(self) -> list[int]:
         """Positions that can be an anchor: a response token directly followed by another one."""
         mask = self.response_mask

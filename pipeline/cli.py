@@ -403,7 +403,7 @@ def run(
     """Run the whole loop on this machine.
 
     All stages in order; then the embedded engine serves the traffic prompts, and the drafter is distilled online from that
-    traffic and swapped while requests run.
+    traffic and swapped while requests run. A d3d preset is trained, pruned and measured, drafting ahead included.
 
     Reads the prompts of data.train, data.heldout and traffic.sources. Writes one directory for each stage below OUTPUT,
     and OUTPUT/result.json for the whole.
@@ -413,6 +413,11 @@ def run(
     call = Invocation(config, assignments, output, dry_run)
 
     def stage() -> Path:
+        if call.config.drafter.family == "d3d":
+            from pipeline.stages.rerun import StageRunner
+            from pipeline.stages.whole_d3d import run_d3d
+
+            return run_d3d(call.config, StageRunner(call.config))
         if call.config.serve.engine == "sglang":
             from pipeline.stages.live import run_live
 

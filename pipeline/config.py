@@ -245,6 +245,30 @@ class PolicyConfig(Section):
     )
 
 
+class LookaheadConfig(Section):
+    """Drafting ahead while the target verifies (d3d only)."""
+
+    mode: Literal["off", "fixed", "auto"] = Field(
+        "off", description="fixed: coverage and fan_out as given; auto: the fastest by measurement, or none."
+    )
+    coverage: int | None = Field(
+        None,
+        ge=1,
+        description="C: positions prepared for, full acceptance included; null: 3/4 of a block. In auto the most tried.",
+    )
+    fan_out: int = Field(
+        2, ge=1, description="F: tokens prepared for at each position; in auto the most tried."
+    )
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of the worker, the target gets the rest; null: half of them."
+    )
+    measure_documents: int = Field(4, ge=1, description="Held-out documents that speed is measured on.")
+    slowdowns: list[float] = Field(
+        default_factory=list,
+        description="Evaluate also with a target slowed down to so many times the drafter's pass.",
+    )
+
+
 class EvaluateConfig(Section):
     """Held-out evaluation and the lossless check."""
 
@@ -456,6 +480,7 @@ class Config(Section):
     length_head: LengthHeadConfig = LengthHeadConfig(steps=200, anchor_source="rounds")
     prune: PruneConfig = PruneConfig(steps=200)
     policy: PolicyConfig = PolicyConfig()
+    lookahead: LookaheadConfig = LookaheadConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     tracking: TrackingConfig = TrackingConfig()
     online: OnlineConfig = OnlineConfig()
@@ -470,6 +495,20 @@ class Config(Section):
         if self.policy.length is not None and self.policy.length > self.drafter.block_size:
             raise ValueError(
                 f"policy.length {self.policy.length} exceeds drafter.block_size {self.drafter.block_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lookahead_fits(self) -> Config:
+        if self.lookahead.mode != "off" and self.drafter.family != "d3d":
+            raise ValueError(
+                f"lookahead.mode {self.lookahead.mode!r} needs drafter.family d3d: "
+                f"a {self.drafter.family} drafter waits for the target's states"
+            )
+        coverage = self.lookahead.coverage
+        if coverage is not None and coverage > self.drafter.block_size:
+            raise ValueError(
+                f"lookahead.coverage {coverage} is outside 1..{self.drafter.block_size} (drafter.block_size)"
             )
         return self
 

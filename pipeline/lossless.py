@@ -16,10 +16,12 @@ from pathlib import Path
 import torch
 
 from drafters.checkpoint import LoadedDrafter
+from drafters.lookahead import Lookahead
 from drafters.packing import Document
 from drafters.policies import FixedPolicy, LengthPolicy
 from pipeline.config import Config
-from pipeline.models import TargetBundle, make_policy
+from pipeline.lookahead import configured_budget, lookahead_worker
+from pipeline.models import TargetBundle, load_drafter_for, make_policy
 from serving_bridge.local_engine import Completion, LocalEngine, Request
 
 SWAP_EVERY_S = 0.5
@@ -41,12 +43,6 @@ class LosslessReport:
         return bool(self.compared) and self.swaps > 0 and not any(self.differing.values())
 
 
-def prompt_and_output(document: Document) -> tuple[list[int], list[int]]:
-    """Split a single-turn document into prompt and response ids."""
-    start = document.response_mask.index(True)
-    return document.token_ids[:start], document.token_ids[start:]
-
-
 def check_lossless(
     config: Config,
     bundle: TargetBundle,
@@ -57,7 +53,8 @@ def check_lossless(
     """Decode `references` again with each policy and compare.
 
     Args:
-        config: gives the policies: whole blocks, `evaluate.fixed_lengths`, and the configured one.
+        config: gives the policies: whole blocks, `evaluate.fixed_lengths`, and the configured one; and whether whole blocks are
+            to be drafted ahead as well.
         bundle: the target in float32.
         directories: serving checkpoints; the last is checked with every policy, and all take turns in the swap case.
         references: held-out documents whose output the target produced by plain greedy decoding.
@@ -69,7 +66,10 @@ def check_lossless(
         **{f"fixed_{length}": _fixed(length) for length in config.evaluate.fixed_lengths},
         config.policy.name: lambda loaded: make_policy(config.policy, loaded),
     }
-    for name, policy in policies.items():
+
+    def compare(
+        name: str, policy: Callable[[LoadedDrafter], LengthPolicy], lookahead: Lookahead | None
+    ) -> None:
         engine = LocalEngine(
             bundle.target,
             directories[-1],
@@ -77,9 +77,17 @@ def check_lossless(
             eos_ids=bundle.eos_ids,
             max_running=config.serve.max_running,
             threads=torch.get_num_threads(),
+            lookahead=lookahead,
         )
         with contextlib.closing(_Closing(engine)):
             _compare(name, _decode_all(engine, references), references, report)
+
+    for name, policy in policies.items():
+        compare(name, policy, None)
+    if config.lookahead.mode != "off":
+        drafter = load_drafter_for(directories[-1], bundle).drafter
+        with lookahead_worker(config.lookahead, configured_budget(config.lookahead, drafter)) as lookahead:
+            compare("lookahead", policies["fixed"], lookahead)
     engine = LocalEngine(
         bundle.target,
         directories[0],
@@ -96,7 +104,7 @@ def check_lossless(
 
 def _shortened(document: Document, max_tokens: int) -> Document:
     """The document with at most so many response tokens."""
-    prompt, _ = prompt_and_output(document)
+    prompt, _ = document.prompt_and_output()
     return document.truncated(len(prompt) + max_tokens)
 
 
@@ -112,7 +120,7 @@ class _Closing:
 def _decode_all(engine: LocalEngine, references: Sequence[Document]) -> list[Completion]:
     futures = []
     for document in references:
-        prompt, output = prompt_and_output(document)
+        prompt, output = document.prompt_and_output()
         futures.append(engine.submit(Request(document.document_id, prompt, len(output))))
     return [future.result() for future in futures]
 
@@ -149,7 +157,7 @@ def _compare(
     differing = [
         document.document_id
         for completion, document in zip(completions, references, strict=True)
-        if completion.output_ids != prompt_and_output(document)[1]
+        if completion.output_ids != document.prompt_and_output()[1]
     ]
     report.compared[name] = len(references)
     report.differing[name] = differing

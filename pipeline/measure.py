@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from drafters.decoding import DecodingSession, ServingDrafter
+from drafters.lookahead import Lookahead
 from drafters.packing import Document
 from drafters.policies import FixedPolicy, LengthPolicy
 from drafters.replay import ReplayResult, position_acceptance, total_acceptance_length
 from drafters.verify import SamplingParams
 from pipeline.bootstrap import bootstrap_ratio
-from pipeline.lossless import prompt_and_output
 from pipeline.models import TargetBundle
 
 
@@ -43,16 +44,21 @@ def decoding_speed(
     documents: Sequence[Document],
     *,
     max_new_tokens: int,
+    ahead: Callable[[], AbstractContextManager[Lookahead]] | None = None,
 ) -> dict[str, float]:
     """Median tokens/s over prompts, one request at a time, prefill included; AR is HF `generate`.
 
-    AR and speculative runs alternate prompt by prompt, so that other load on the machine touches them alike.
+    AR and speculative runs alternate prompt by prompt, so that other load on the machine touches them alike. `ahead` opens a
+    worker that drafts ahead; whole blocks with it are reported as `lookahead`.
     """
     policies: dict[str, LengthPolicy] = {"fixed": FixedPolicy(), serving.policy.name: serving.policy}
+    workers: dict[str, Callable[[], AbstractContextManager[Lookahead | None]]] = {}
+    if ahead is not None:
+        policies["lookahead"], workers["lookahead"] = FixedPolicy(), ahead
     speeds: dict[str, list[float]] = {"ar": [], **{name: [] for name in policies}}
     verified: dict[str, list[int]] = {name: [] for name in policies}
     for document in documents:
-        prompt, _ = prompt_and_output(document)
+        prompt, _ = document.prompt_and_output()
         started = time.perf_counter()
         output = bundle.target.model.generate(
             torch.tensor([prompt], device=bundle.target.device),
@@ -70,9 +76,12 @@ def decoding_speed(
                 max_new_tokens=max_new_tokens,
                 eos_ids=bundle.eos_ids,
             )
-            started = time.perf_counter()
-            tokens = session.run(ServingDrafter(serving.drafter, policy, serving.drafter_version))
-            speeds[name].append(len(tokens) / (time.perf_counter() - started))
+            with workers.get(name, nullcontext)() as lookahead:
+                started = time.perf_counter()
+                tokens = session.run(
+                    ServingDrafter(serving.drafter, policy, serving.drafter_version), lookahead
+                )
+                speeds[name].append(len(tokens) / (time.perf_counter() - started))
             verified[name] += [r.verify_len for r in session.rounds]
     result = {f"tokens_per_s_{name}": statistics.median(values) for name, values in speeds.items()}
     result |= {

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from datamodules.generation import stop_token_ids
-from drafters.checkpoint import LoadedDrafter, load_drafter
+from drafters.checkpoint import LoadedDrafter, load_drafter, save_drafter
 from drafters.d3d import D3DDrafter
 from drafters.dflash import DFlashDrafter
 from drafters.dflash_config import choose_mask_token, drafter_config
@@ -297,6 +297,18 @@ def load_dflash_for(
             "heads and online rounds know dflash only"
         )
     return loaded.drafter, loaded
+
+
+def keep_copy(directory: Path, source: Path, bundle: TargetBundle) -> Path:
+    """A checkpoint under a plain name, written anew so that it is checked on the way."""
+    loaded = load_drafter_for(source, bundle)
+    return save_drafter(
+        directory,
+        loaded.drafter,
+        identity=loaded.identity,
+        drafter_version=loaded.drafter_version,
+        length_head=loaded.length_head,
+    )
 
 
 def make_policy(config: PolicyConfig, loaded: LoadedDrafter) -> LengthPolicy:

@@ -23,6 +23,7 @@ from drafters.decoding import DecodingSession, ServingDrafter, decode_round
 from drafters.errors import UserError
 from drafters.fill import layer_conflict
 from drafters.identity import require_same_target
+from drafters.lookahead import Lookahead
 from drafters.policies import LengthPolicy
 from drafters.target import Target
 from drafters.verify import SamplingParams
@@ -71,6 +72,7 @@ class LocalEngine:
         threads: CPU threads of the serving thread alone; None leaves torch's default. A trainer in the same process should
             take the rest: thread pools that together exceed the cores slow each other down by far more than their share.
             The attribute may be changed at any time and counts from the next round on.
+        lookahead: drafts ahead while the target verifies, if the drafter is one that can. Its owner closes it, after `stop`.
 
     Raises:
         UserError: when the drafter belongs to another target.
@@ -86,12 +88,14 @@ class LocalEngine:
         writer: LogWriter | None = None,
         max_running: int = 1,
         threads: int | None = None,
+        lookahead: Lookahead | None = None,
     ) -> None:
         self.target = target
         self.eos_ids = list(eos_ids)
         self.writer = writer
         self.max_running = max_running
         self.threads = threads
+        self.lookahead = lookahead
         self._policy = policy
         self._serving = self._load(directory)
         self._swapping = threading.Lock()
@@ -216,7 +220,7 @@ class LocalEngine:
         if not active:
             return
         try:
-            failed = decode_round([job.session for job in active], self._serving)
+            failed = decode_round([job.session for job in active], self._serving, lookahead=self.lookahead)
         except Exception as error:
             # what breaks a pass of all requests leaves none of them in a known state
             failed = {job.session: error for job in active}

@@ -7,17 +7,21 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from drafters.branches import Budget
 from drafters.decoding import ServingDrafter
 from drafters.errors import UserError
 from drafters.packing import Document
 from drafters.replay import replay
+from drafters.target import Target
 from pipeline.config import Config
-from pipeline.console import say
+from pipeline.console import say, show_table
 from pipeline.corpus import load_documents, responses_directory
-from pipeline.lossless import LosslessReport, check_lossless, prompt_and_output
+from pipeline.lookahead import Comparison, SlowedTarget, compare_lookahead, lookahead_worker
+from pipeline.lossless import LosslessReport, check_lossless
 from pipeline.measure import acceptance_summary, decoding_speed
 from pipeline.models import load_drafter_for, load_target, make_policy
 from pipeline.stages.context import Stage, open_stage
@@ -38,16 +42,19 @@ def evaluate_drafter(config: Config, *, drafter: Path, lossless: bool = True) ->
             results = replay(loaded.drafter, stage.bundle.target, documents)
         stage.result.metrics |= acceptance_summary(results, loaded.drafter.block_size)
         say(f"acceptance length {stage.result.metrics['acceptance_length']:.3f} on {len(documents)} prompts")
+        serving = ServingDrafter(loaded.drafter, make_policy(config.policy, loaded), loaded.drafter_version)
+        budget = None
+        if config.lookahead.mode != "off":
+            with stage.result.section("lookahead"):
+                budget, stage.result.metrics["lookahead"] = measure_lookahead(stage, serving, documents)
         if config.evaluate.speed_prompts:
-            serving = ServingDrafter(
-                loaded.drafter, make_policy(config.policy, loaded), loaded.drafter_version
-            )
             with stage.result.section("speed"):
                 stage.result.metrics["speed"] = decoding_speed(
                     stage.bundle,
                     serving,
                     spread(documents, config.evaluate.speed_prompts),
                     max_new_tokens=config.evaluate.max_new_tokens,
+                    ahead=None if budget is None else lambda: lookahead_worker(config.lookahead, budget),
                 )
         if lossless and config.evaluate.lossless_prompts:
             with stage.result.section("lossless"):
@@ -60,6 +67,50 @@ def evaluate_drafter(config: Config, *, drafter: Path, lossless: bool = True) ->
         write_heldout(heldout_file, documents)
         stage.result.add_output(heldout_file)
         return stage.output
+
+
+def measure_lookahead(
+    stage: Stage, serving: ServingDrafter, documents: Sequence[Document]
+) -> tuple[Budget, dict[str, Any]]:
+    """The budget as configured, or as measured fastest, and what drafting ahead brings with it.
+
+    Where `auto` finds that none is worth it, the best of all budgets is returned all the same, so that it is measured and
+    checked; the report says what was chosen.
+    """
+    config, target = stage.config.lookahead, stage.bundle.target
+    chosen = spread(documents, config.measure_documents)
+
+    def compare(slowed: Target) -> Comparison:
+        return compare_lookahead(
+            config, slowed, serving, chosen, max_new_tokens=stage.config.evaluate.max_new_tokens
+        )
+
+    plain = compare(target)
+    report: dict[str, Any] = {"as_is": plain.report(), "slowed": []}
+    for factor in config.slowdowns:
+        slowed = compare(SlowedTarget(target, factor * plain.draft_s))
+        report["slowed"].append({"slowdown": factor, **slowed.report()})
+    show_table(
+        "drafting ahead",
+        ["target", "C", "F", "hit rate", "tokens/s without", "with", "gain", "foretold"],
+        [
+            [
+                name,
+                str(row["coverage"]),
+                str(row["fan_out"]),
+                f"{row['ahead']['hit_rate']:.2f}",
+                f"{row['sync']['tokens_per_s']:.1f}",
+                f"{row['ahead']['tokens_per_s']:.1f}",
+                f"{row['round_gain']:.3f}",
+                f"{row['round_gain_foretold']:.3f}",
+            ]
+            for name, row in [
+                ("as it is", report["as_is"]),
+                *((f"{row['slowdown']:g} x drafter", row) for row in report["slowed"]),
+            ]
+        ],
+    )
+    return plain.budget, report
 
 
 def heldout_documents(stage: Stage) -> list[Document]:
@@ -94,7 +145,7 @@ def write_heldout(path: Path, documents: Sequence[Document]) -> None:
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(descriptor, "w") as handle:
         for document in documents:
-            prompt, output = prompt_and_output(document)
+            prompt, output = document.prompt_and_output()
             row = {
                 "id": document.document_id,
                 "domain": document.domain,

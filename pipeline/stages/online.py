@@ -128,7 +128,7 @@ def distill_online(
         with stage.result.section("rounds"):
             fit(trainer, module, datamodule, checkpoint)
         outcomes = publisher.state.outcomes
-        say(f"{len(outcomes)} rounds: " + ", ".join(f"{o.round_index} {o.outcome}" for o in outcomes))
+        say("online rounds: " + ", ".join(f"{o.round_index} {o.outcome}" for o in outcomes))
         stage.result.metrics |= {
             "rounds": len(outcomes),
             "outcomes": [o.outcome for o in outcomes],

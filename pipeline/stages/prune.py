@@ -14,7 +14,7 @@ from pathlib import Path
 import lightning as L
 
 from datamodules.offline import OfflineDataModule
-from drafters.checkpoint import CONTENT, save_drafter
+from drafters.checkpoint import CONTENT
 from drafters.errors import UserError
 from drafters.prune import layers_of, remove_layer, replay_without_each_layer
 from drafters.replay import replay, total_acceptance_length
@@ -33,7 +33,7 @@ from pipeline.fitting import (
     stage_documents,
     stage_trainer,
 )
-from pipeline.models import load_drafter_for, prepare_training
+from pipeline.models import keep_copy, load_drafter_for, prepare_training
 from pipeline.result import write_json
 from pipeline.stages.context import Stage, open_stage, tracking_for
 
@@ -97,7 +97,7 @@ def prune_drafter(config: Config, *, drafter: Path, resume: bool = False) -> Pat
         run = _Pruning(stage, drafter, resume)
         run.go()
         directory = stage.output / "drafter"
-        run.keep(directory)
+        keep_copy(directory, run.current, stage.bundle)
         stage.result.add_output(directory)
         return directory
 
@@ -168,17 +168,6 @@ class _Pruning:
         ]
         show_table("pruning", ["layers", "removed", "τ without recovery", "τ"], rows)
         _plot(self.state, self.depth, self.stage.output / "prune.png")
-
-    def keep(self, directory: Path) -> None:
-        """The result under a plain name."""
-        loaded = load_drafter_for(self.current, self.bundle)
-        save_drafter(
-            directory,
-            loaded.drafter,
-            identity=loaded.identity,
-            drafter_version=loaded.drafter_version,
-            length_head=loaded.length_head,
-        )
 
     def _choose(self) -> Removal:
         if self.state.pending is None:

@@ -25,7 +25,7 @@ from pipeline.config import Config
 from pipeline.console import say, show_table
 from pipeline.corpus import conversations, source_specs, train_and_validation
 from pipeline.measure import acceptance_summary
-from pipeline.models import TargetBundle, load_drafter_for, make_policy
+from pipeline.models import TargetBundle, keep_copy, load_drafter_for, make_policy
 from pipeline.release import ReleaseDesk, gate_policy
 from pipeline.report import write_report
 from pipeline.result import RESULT_FILE
@@ -267,18 +267,6 @@ def conclude(config: Config, times: dict[str, float]) -> Path:
         for path in (offline, online, config.output / "heldout.jsonl"):
             stage.result.add_output(path)
         return stage.output
-
-
-def keep_copy(directory: Path, source: Path, bundle: TargetBundle) -> Path:
-    """A checkpoint under a plain name, written anew so that it is checked on the way."""
-    loaded = load_drafter_for(source, bundle)
-    return save_drafter(
-        directory,
-        loaded.drafter,
-        identity=loaded.identity,
-        drafter_version=loaded.drafter_version,
-        length_head=loaded.length_head,
-    )
 
 
 def gate_drill(stage: Stage, desk: ReleaseDesk, champion: Path) -> list[dict[str, Any]]:

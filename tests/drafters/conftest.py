@@ -6,6 +6,7 @@ one token, and `trained` drafters have memorised a few texts so that rounds real
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from drafters.batched_attention import plain_attention
 from drafters.block_loss import BlockTargets, block_loss
 from drafters.blocks import build_blocks
+from drafters.d3d import D3DDrafter
+from drafters.d3d_loss import d3d_loss
 from drafters.dflash import DFlashDrafter
 from drafters.dflash_config import drafter_config
 from drafters.fill import fill_blocks
@@ -156,6 +159,33 @@ def _trained(kind: str) -> Trained:
         loss.backward()
         optimizer.step()
     return Trained(target, drafter.requires_grad_(False).eval(), prompts, texts, documents)
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A target, and a D3D drafter of its own weights that has learnt some of the target's texts, up to some mistakes."""
+
+    target: Target
+    drafter: D3DDrafter
+    documents: list[Document]
+
+
+@pytest.fixture(scope="session")
+def learnt() -> Learnt:
+    trained = _trained("llama")
+    config = copy.deepcopy(trained.target.config)
+    config.d3d_config = {"block_size": 5, "mask_token_id": MASK_ID}
+    lm = AutoModelForCausalLM.from_config(config)
+    lm.load_state_dict(trained.target.model.state_dict())
+    drafter = D3DDrafter(lm.float())
+    batch = pack_documents(trained.documents[:5], anchors_per_document=0, anchor_source="all")
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    for _ in range(40):
+        loss = d3d_loss(drafter(batch), drafter.head_VH, batch, LossSpec()).value
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return Learnt(trained.target, drafter.requires_grad_(False).eval(), trained.documents)
 
 
 @pytest.fixture(scope="session")

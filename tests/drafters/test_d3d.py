@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from drafters.objectives import LossSpec, fixed_weights
 from drafters.packing import Document, PackedBatch, pack_documents
 from drafters.policies import FixedPolicy
 from drafters.replay import replay
-from drafters.target import Target
 from drafters.verify import SamplingParams
 
 VOCAB = 48
@@ -245,35 +243,7 @@ def test_a_config_that_cannot_draft_is_refused(fields: dict[str, int] | None, sa
         D3DSpec.from_config(config)
 
 
-@dataclass(frozen=True)
-class Learnt:
-    """A target, and a D3D drafter of its own weights that has learnt some of the target's texts, up to some mistakes."""
-
-    target: Target
-    drafter: D3DDrafter
-    documents: list[Document]
-
-
-@pytest.fixture(scope="module")
-def learnt(make_target: Callable[..., Target], make_trained: Callable[[str], Any]) -> Learnt:
-    trained = make_trained("llama")
-    target = trained.target
-    config = copy.deepcopy(target.config)
-    config.d3d_config = {"block_size": 5, "mask_token_id": config.vocab_size - 1}
-    lm = AutoModelForCausalLM.from_config(config)
-    lm.load_state_dict(target.model.state_dict())
-    drafter = D3DDrafter(lm.float())
-    batch = pack_documents(trained.documents[:5], anchors_per_document=0, anchor_source="all")
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
-    for _ in range(40):
-        loss = d3d_loss(drafter(batch), drafter.head_VH, batch, LossSpec()).value
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return Learnt(target, drafter.requires_grad_(False).eval(), trained.documents)
-
-
-def decode(learnt: Learnt, documents: Sequence[Document]) -> list[DecodingSession]:
+def decode(learnt: Any, documents: Sequence[Document]) -> list[DecodingSession]:
     """All documents' prompts in one batch of requests, greedily."""
     sessions = [
         DecodingSession(
@@ -290,7 +260,7 @@ def decode(learnt: Learnt, documents: Sequence[Document]) -> list[DecodingSessio
     return sessions
 
 
-def test_greedy_decoding_is_the_targets_own_and_replay_foretells_it(learnt: Learnt) -> None:
+def test_greedy_decoding_is_the_targets_own_and_replay_foretells_it(learnt: Any) -> None:
     sessions = decode(learnt, learnt.documents)
     replayed = replay(learnt.drafter, learnt.target, learnt.documents)
     accepted = set()
@@ -303,7 +273,7 @@ def test_greedy_decoding_is_the_targets_own_and_replay_foretells_it(learnt: Lear
     assert {0, 4} <= accepted, "rounds should accept nothing, and everything, for this to mean much"
 
 
-def test_a_swap_between_families_keeps_the_text(learnt: Learnt, make_trained: Callable[[str], Any]) -> None:
+def test_a_swap_between_families_keeps_the_text(learnt: Any, make_trained: Callable[[str], Any]) -> None:
     document = learnt.documents[0]
     first = document.response_mask.index(True)
     session = DecodingSession(
@@ -336,11 +306,11 @@ def test_a_checkpoint_is_an_ordinary_causal_lm(tied: bool, tmp_path: Path) -> No
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(
-            loaded.drafter(batch).hidden_NBH, drafter(batch).hidden_NBH, atol=0, rtol=0
+            loaded.drafter(batch).hidden_NBH, drafter(batch).hidden_NBH, atol=1e-12, rtol=0
         )
         ids = batch.input_ids_T[:17][None]
         with plain_attention(drafter.lm):
-            torch.testing.assert_close(plain(ids).logits, drafter.lm(ids).logits, atol=0, rtol=0)
+            torch.testing.assert_close(plain(ids).logits, drafter.lm(ids).logits, atol=1e-12, rtol=0)
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:

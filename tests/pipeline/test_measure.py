@@ -13,7 +13,7 @@ from drafters.packing import Document
 from drafters.replay import ReplayResult
 from pipeline.config import Config, load_config
 from pipeline.corpus import conversations, load_documents, train_and_validation
-from pipeline.lossless import LosslessReport, check_lossless, prompt_and_output
+from pipeline.lossless import LosslessReport, check_lossless
 from pipeline.measure import acceptance_summary
 from pipeline.models import TargetBundle, load_target
 from pipeline.stages.evaluate import spread
@@ -52,7 +52,7 @@ def test_lossless_check_names_what_differs(config: Config, bundle: TargetBundle)
 def test_lossless_check_decodes_no_more_tokens_than_it_is_told(config: Config, bundle: TargetBundle) -> None:
     few = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"lossless_tokens": 3})})
     documents = load_documents(config, "heldout", bundle.target.identity)[:4]
-    prompt, output = prompt_and_output(documents[0])
+    prompt, output = documents[0].prompt_and_output()
     assert len(output) > 4
 
     def changed_at(place: int) -> list[Document]:
@@ -85,7 +85,7 @@ def test_nothing_compared_is_not_lossless() -> None:
 
 
 def test_prompt_and_output_are_split_at_the_response() -> None:
-    assert prompt_and_output(Document([1, 2, 3, 4], [False, False, True, True], "a")) == ([1, 2], [3, 4])
+    assert Document([1, 2, 3, 4], [False, False, True, True], "a").prompt_and_output() == ([1, 2], [3, 4])
 
 
 def test_summary_sums_over_documents_and_leaves_out_those_without_rounds() -> None:
