@@ -34,7 +34,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q
 STAMP := $(VENV)/.setup-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo smoke test lint format clean sglang-env test-sglang demo-sglang
+.PHONY: help setup demo smoke test lint format clean sglang-env test-sglang demo-sglang demo-d3d
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -82,6 +82,9 @@ test-sglang: setup sglang-env ## Run the tests against the real SGLang server
 
 demo-sglang: setup sglang-env ## Keep a real SGLang server fresh from its own traffic (CPU)
 	$(BIN)/draftsmith run configs/sglang.yaml --set sglang.launch.python=$(abspath $(SGLANG_BIN)/python)
+
+demo-d3d: setup ## Train, prune and decode with a D3D drafter of SmolLM2-135M (CPU)
+	$(BIN)/draftsmith run configs/d3d.yaml
 
 lint: setup ## Check style, types and import arrows
 	$(BIN)/ruff check .

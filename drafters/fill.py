@@ -31,9 +31,13 @@ class FilledBlocks:
 
 
 def fill_blocks(
-    drafter: DFlashDrafter, target: Target, batch: PackedBatch, features_TC: torch.Tensor
+    drafter: Drafter, target: Target, batch: PackedBatch, features_TC: torch.Tensor | None
 ) -> FilledBlocks:
-    """Draft at every anchor of `batch`, given the target's features of its tokens."""
+    """Draft at every anchor of `batch`, given what the drafter reads of the target (`features_of`)."""
+    if isinstance(drafter, D3DDrafter):
+        output = drafter(batch)
+        return FilledBlocks(output.hidden_NBH, drafter.embed(output.layout.block_ids_NB), output.layout)
+    assert features_TC is not None
     layout = build_blocks(batch, drafter.block_size, drafter.spec.mask_token_id)
     embeddings_NBH = target.embed(layout.block_ids_NB)
     hidden_NBH = drafter(
@@ -52,10 +56,7 @@ def block_filler(
 
     What does not depend on the anchors is computed here, once, unless it is handed in (`features_of`).
     """
-    if isinstance(drafter, D3DDrafter):
-        return lambda batch: drafter(batch).hidden_NBH
     features = features_of(drafter, target, documents) if features_TC is None else features_TC
-    assert features is not None
     return lambda batch: fill_blocks(drafter, target, batch, features).hidden_NBH
 
 

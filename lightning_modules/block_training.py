@@ -1,4 +1,4 @@
-"""Training a DFlash drafter on blocks: from scratch, and the base of on-policy distillation."""
+"""Training a drafter on blocks: from scratch, and the base of on-policy distillation."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from drafters.block_loss import BlockLoss, BlockTargets, accepted_prefix, block_loss
-from drafters.dflash import DFlashDrafter
+from drafters.d3d import D3DDrafter
+from drafters.d3d_loss import d3d_loss
 from drafters.feature_cache import FeatureCache
 from drafters.fill import Drafter, FilledBlocks, draft_head, fill_blocks
 from drafters.objectives import LossSpec
 from drafters.packing import Document, PackedBatch
 from drafters.replay import replay, total_acceptance_length
-from drafters.target import Target
+from drafters.target import Target, TargetOutput
 from drafters.teacher import TeacherMoments, teacher_moments
 from drafters.training_vocabulary import TrainingVocabulary
 from lightning_modules.metrics import AcceptanceLength
@@ -26,6 +27,9 @@ from lightning_modules.optim import OptimSpec, clip_each, configure_adamw
 
 class BlockTrainingModule(L.LightningModule):
     """One step: target features → drafter fills blocks at the anchors → weighted block loss.
+
+    A D3D drafter reads no features; it learns next tokens beside the blocks (D3D eq. 7), and the target runs only where its
+    distribution or its greedy tokens are asked for.
 
     The target is held outside the module tree: it is frozen, shared, and not part of checkpoints.
 
@@ -39,6 +43,7 @@ class BlockTrainingModule(L.LightningModule):
             `use_vocabulary` for training whose documents change.
         teacher_labels: take hard labels from the target's argmax instead of the served tokens. Needed
             when responses were sampled; for greedy responses the two are the same up to float ties.
+        ar_weight: D3D's λ of the next-token loss.
     """
 
     def __init__(
@@ -51,9 +56,11 @@ class BlockTrainingModule(L.LightningModule):
         teacher_labels: bool = False,
         feature_cache_bytes: int = 0,
         vocabulary: TrainingVocabulary | None = None,
+        ar_weight: float = 1.0,
     ) -> None:
         super().__init__()
         self.drafter = drafter
+        self.ar_weight = ar_weight
         self.target = target
         self.loss_spec = loss
         self.optim_spec = optim
@@ -104,11 +111,9 @@ class BlockTrainingModule(L.LightningModule):
 
     def block_step(self, batch: PackedBatch) -> tuple[BlockLoss, BlockTargets, FilledBlocks]:
         """Loss, targets and drafted blocks of one batch."""
-        if self.features is not None:
-            output = self.features.forward(batch)
-        else:
-            output = self.target.forward_packed(batch.input_ids_T, batch.position_ids_T)
-        assert isinstance(self.drafter, DFlashDrafter)
+        if isinstance(self.drafter, D3DDrafter):
+            return self._d3d_step(self.drafter, batch)
+        output = self._target_output(batch)
         filled = fill_blocks(self.drafter, self.target, batch, output.features_TC)
         targets = BlockTargets.from_layout(batch, filled.layout)
         seen = targets
@@ -123,6 +128,31 @@ class BlockTrainingModule(L.LightningModule):
             moments=output.moments,
         )
         return loss, targets, filled
+
+    def _d3d_step(
+        self, drafter: D3DDrafter, batch: PackedBatch
+    ) -> tuple[BlockLoss, BlockTargets, FilledBlocks]:
+        output = drafter(batch)
+        loss = d3d_loss(
+            output,
+            self.working_head(),
+            batch,
+            self.loss_spec,
+            ar_weight=self.ar_weight,
+            teacher_hidden_TH=self._target_output(batch).hidden_TH if self.teacher_labels else None,
+            teacher_head_VH=self.target.head_VH,
+        )
+        self.log("train/ar_loss", loss.ar)
+        with torch.no_grad():
+            embeddings_NBH = drafter.embed(output.layout.block_ids_NB)
+        filled = FilledBlocks(output.hidden_NBH, embeddings_NBH, output.layout)
+        targets = BlockTargets.from_layout(batch, output.layout)
+        return replace(loss.diff, value=loss.value), targets, filled
+
+    def _target_output(self, batch: PackedBatch) -> TargetOutput:
+        if self.features is not None:
+            return self.features.forward(batch)
+        return self.target.forward_packed(batch.input_ids_T, batch.position_ids_T)
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
         loss, targets, _ = self.block_step(batch)

@@ -8,8 +8,7 @@ import lightning as L
 import torch
 
 from drafters.block_loss import accepted_prefix, prefix_complete
-from drafters.dflash import DFlashDrafter
-from drafters.fill import fill_blocks
+from drafters.fill import Drafter, draft_head, features_of, fill_blocks
 from drafters.length_head import LengthHead, length_loss, length_targets
 from drafters.packing import PackedBatch
 from drafters.replay import chunked_argmax
@@ -23,9 +22,7 @@ class LengthHeadModule(L.LightningModule):
     Fit it on round starts (anchor source `rounds`): random anchors oversample easy stretches.
     """
 
-    def __init__(
-        self, length_head: LengthHead, drafter: DFlashDrafter, target: Target, optim: OptimSpec
-    ) -> None:
+    def __init__(self, length_head: LengthHead, drafter: Drafter, target: Target, optim: OptimSpec) -> None:
         super().__init__()
         self.length_head = length_head
         self.frozen_drafter = [drafter.eval()]  # in a list: not part of the module tree
@@ -40,10 +37,9 @@ class LengthHeadModule(L.LightningModule):
     def labels(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(features_NBH, accepted_N, complete_N) of every block."""
         drafter, target = self.frozen_drafter[0], self.target
-        output = target.forward_packed(batch.input_ids_T, batch.position_ids_T)
-        filled = fill_blocks(drafter, target, batch, output.features_TC)
+        filled = fill_blocks(drafter, target, batch, features_of(drafter, target, batch))
         hidden_NBH, layout = filled.hidden_NBH, filled.layout
-        drafts_R = chunked_argmax(hidden_NBH.flatten(0, 1), target.head_VH)
+        drafts_R = chunked_argmax(hidden_NBH.flatten(0, 1), draft_head(drafter, target))
         served_NB = batch.input_ids_T[layout.targets_NB]
         match_NB = (drafts_R.view_as(served_NB) == served_NB) & layout.valid_NB
         features = hidden_NBH if self.length_head.features == "hidden" else filled.embeddings_NBH

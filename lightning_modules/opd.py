@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drafters.block_loss import accepted_prefix, prefix_complete, served_matches
-from drafters.dflash import DFlashDrafter
+from drafters.fill import Drafter
 from drafters.length_head import LengthHead, length_loss
 from drafters.objectives import LossSpec
 from drafters.packing import PackedBatch
@@ -27,7 +27,7 @@ class OPDModule(BlockTrainingModule):
 
     def __init__(
         self,
-        drafter: DFlashDrafter,
+        drafter: Drafter,
         target: Target,
         loss: LossSpec,
         optim: OptimSpec,
@@ -35,6 +35,7 @@ class OPDModule(BlockTrainingModule):
         *,
         feature_cache_bytes: int = 0,
         vocabulary: TrainingVocabulary | None = None,
+        ar_weight: float = 1.0,
     ) -> None:
         super().__init__(
             drafter,
@@ -44,6 +45,7 @@ class OPDModule(BlockTrainingModule):
             teacher_labels=True,
             feature_cache_bytes=feature_cache_bytes,
             vocabulary=vocabulary,
+            ar_weight=ar_weight,
         )
         self.length_head = length_head
 

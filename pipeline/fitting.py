@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import lightning as L
 import torch
@@ -21,10 +21,13 @@ from lightning.pytorch.loggers import Logger
 from datamodules.offline import OtherTrainingData
 from datamodules.packed_loader import PackingSpec, derived_generator
 from drafters.checkpoint import replace_directory
+from drafters.d3d import D3DDrafter
 from drafters.errors import UserError
+from drafters.fill import Drafter
 from drafters.objectives import LossSpec
 from drafters.packing import Document
 from drafters.training_vocabulary import TrainingVocabulary
+from lightning_modules.block_training import BlockTrainingModule
 from lightning_modules.callbacks.finite_guard import FiniteGuard
 from lightning_modules.callbacks.progress import PlainProgress
 from lightning_modules.callbacks.resume import AtomicCheckpointIO, RandomState, StepCheckpoint
@@ -234,3 +237,46 @@ def export_on_success(directory: Path, checkpoint: str | None) -> Iterator[Path]
     yield pending
     if pending.is_dir():
         replace_directory(pending, directory)
+
+
+def training_module(
+    config: Config,
+    stage: Literal["train", "distill"],
+    bundle: TargetBundle,
+    drafter: Drafter,
+    documents: Sequence[Document],
+) -> BlockTrainingModule:
+    """The module that trains a drafter on blocks by this stage's settings.
+
+    Raises:
+        UserError: when they cannot train a drafter of its family.
+    """
+    settings: FitConfig = getattr(config, stage)
+    require_trainable(drafter, settings, stage)
+    return BlockTrainingModule(
+        drafter,
+        bundle.target,
+        loss_spec(settings.loss),
+        optim_spec(settings.optim, settings.steps),
+        # greedy responses are the target's own labels, but for float ties
+        teacher_labels=stage == "distill" or config.regenerate.temperature > 0,
+        feature_cache_bytes=settings.feature_cache_mib * 2**20,
+        vocabulary=training_vocabulary(settings, bundle, documents),
+        ar_weight=settings.loss.ar_weight,
+    )
+
+
+def require_trainable(drafter: Drafter, settings: FitConfig | OnlineConfig, stage: str) -> None:
+    """Refuse what a drafter with a head of its own cannot be trained by.
+
+    Raises:
+        UserError: naming the key.
+    """
+    if not isinstance(drafter, D3DDrafter):
+        return
+    if settings.loss.objective == "osd":
+        raise UserError(
+            f"{stage}.loss.objective: osd does not train the head of a d3d drafter; use ce or opd"
+        )
+    if settings.vocabulary is not None:
+        raise UserError(f"{stage}.vocabulary: a d3d drafter trains its whole head; set it to null")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from drafters.decoding import DecodingSession, ServingDrafter
+from drafters.fill import Drafter
 from drafters.lookahead import Lookahead
 from drafters.packing import Document
 from drafters.policies import FixedPolicy, LengthPolicy
@@ -89,3 +90,20 @@ def decoding_speed(
     }
     result |= {f"verify_len_{name}": statistics.fmean(values) for name, values in verified.items() if values}
     return result
+
+
+def round_ms(bundle: TargetBundle, drafter: Drafter, document: Document, *, rounds: int = 12) -> float:
+    """Median milliseconds of a round that drafts and verifies a whole block, one request, its prompt already read."""
+    prompt, _ = document.prompt_and_output()
+    session = DecodingSession(
+        bundle.target, prompt, sampling=SamplingParams(), max_new_tokens=rounds * drafter.block_size
+    )
+    serving = ServingDrafter(drafter, FixedPolicy(), "measured")
+    session.prefill()
+    seconds: list[float] = []
+    while not session.finished and len(seconds) < rounds:
+        started = time.perf_counter()
+        session.step(serving)
+        seconds.append(time.perf_counter() - started)
+    # the first also reads the prompt into the drafter's cache
+    return 1000 * statistics.median(seconds[1:] or seconds)

@@ -282,23 +282,6 @@ def load_drafter_for(
     return loaded
 
 
-def load_dflash_for(
-    directory: Path, bundle: TargetBundle, *, dtype: torch.dtype | None = None
-) -> tuple[DFlashDrafter, LoadedDrafter]:
-    """`load_drafter_for` where only DFlash is known so far.
-
-    Raises:
-        UserError: also for a drafter of another family.
-    """
-    loaded = load_drafter_for(directory, bundle, dtype=dtype)
-    if not isinstance(loaded.drafter, DFlashDrafter):
-        raise UserError(
-            f"{directory}: a d3d drafter, which is trained, evaluated, registered and decoded so far; distillation, length "
-            "heads and online rounds know dflash only"
-        )
-    return loaded.drafter, loaded
-
-
 def keep_copy(directory: Path, source: Path, bundle: TargetBundle) -> Path:
     """A checkpoint under a plain name, written anew so that it is checked on the way."""
     loaded = load_drafter_for(source, bundle)

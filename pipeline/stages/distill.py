@@ -13,22 +13,19 @@ from drafters.checkpoint import CONTENT
 from drafters.packing import Document
 from drafters.replay import replay
 from lightning_modules.callbacks.export import ExportBest
-from lightning_modules.opd import OPDModule
 from pipeline.config import Config
 from pipeline.console import say
 from pipeline.corpus import responses_directory, train_and_validation
 from pipeline.fitting import (
     export_on_success,
     fit,
-    loss_spec,
-    optim_spec,
     packing_spec,
     resume_path,
     stage_documents,
     stage_trainer,
-    training_vocabulary,
+    training_module,
 )
-from pipeline.models import TargetBundle, load_dflash_for, load_drafter_for, prepare_training
+from pipeline.models import TargetBundle, load_drafter_for, prepare_training
 from pipeline.stages.context import open_stage, tracking_for
 
 
@@ -48,18 +45,17 @@ def distill_offline(config: Config, *, drafter: Path, resume: bool = False) -> P
         stage.result.add_input(responses_directory(config, "train"))
         stage.result.add_input(drafter)
         L.seed_everything(config.seed, verbose=False)
-        start, loaded = load_dflash_for(drafter, bundle)
+        loaded = load_drafter_for(drafter, bundle)
         if settings.anchor_source == "rounds":
             with stage.result.section("replay_rounds"):
                 train = with_round_starts(drafter, bundle, train)
         say(f"distilling on {len(train)} documents")
-        module = OPDModule(
-            prepare_training(start, bundle, train, freeze_mlp=config.drafter.freeze_mlp),
-            bundle.target,
-            loss_spec(settings.loss),
-            optim_spec(settings.optim, settings.steps),
-            feature_cache_bytes=settings.feature_cache_mib * 2**20,
-            vocabulary=training_vocabulary(settings, bundle, train),
+        module = training_module(
+            config,
+            "distill",
+            bundle,
+            prepare_training(loaded.drafter, bundle, train, freeze_mlp=config.drafter.freeze_mlp),
+            train,
         )
         directory = stage.output / "drafter"
         with stage.result.section("fit"), export_on_success(directory, checkpoint) as pending:

@@ -18,7 +18,7 @@ from pipeline.config import Config
 from pipeline.console import say
 from pipeline.corpus import responses_directory, train_and_validation
 from pipeline.fitting import fit, optim_spec, packing_spec, resume_path, stage_documents, stage_trainer
-from pipeline.models import load_dflash_for
+from pipeline.models import load_drafter_for
 from pipeline.stages.context import open_stage, tracking_for
 from pipeline.stages.distill import with_round_starts
 
@@ -37,12 +37,14 @@ def fit_length_head(config: Config, *, drafter: Path, resume: bool = False) -> P
         stage.result.add_input(responses_directory(config, "train"))
         stage.result.add_input(drafter)
         L.seed_everything(config.seed, verbose=False)
-        frozen, loaded = load_dflash_for(drafter, bundle, dtype=bundle.target.dtype)
+        loaded = load_drafter_for(drafter, bundle, dtype=bundle.target.dtype)
         with stage.result.section("replay_rounds"):
             train = with_round_starts(drafter, bundle, train)
             validation = with_round_starts(drafter, bundle, validation)
-        head = LengthHead(bundle.target.config.hidden_size, settings.width, settings.features)
-        module = LengthHeadModule(head, frozen, bundle.target, optim_spec(settings.optim, settings.steps))
+        head = LengthHead(loaded.drafter.config.hidden_size, settings.width, settings.features)
+        module = LengthHeadModule(
+            head, loaded.drafter, bundle.target, optim_spec(settings.optim, settings.steps)
+        )
         trainer = stage_trainer(
             stage.output,
             settings,

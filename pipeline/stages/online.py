@@ -20,9 +20,17 @@ from lightning_modules.opd import OPDModule
 from pipeline.config import Config, OnlineConfig
 from pipeline.console import say
 from pipeline.corpus import train_and_validation
-from pipeline.fitting import CHECKPOINT, fit, loss_spec, online_trainer, optim_spec, resume_path
+from pipeline.fitting import (
+    CHECKPOINT,
+    fit,
+    loss_spec,
+    online_trainer,
+    optim_spec,
+    require_trainable,
+    resume_path,
+)
 from pipeline.lock import trainer_lock
-from pipeline.models import load_dflash_for, prepare_training
+from pipeline.models import load_drafter_for, prepare_training
 from pipeline.online import OnlinePublisher
 from pipeline.release import ReleaseDesk, gate_policy
 from pipeline.stages.context import Stage, open_stage, tracking_for
@@ -80,15 +88,17 @@ def distill_online(
             stage.registry(), bundle, gate_policy(config.gate, config.seed), config.output / "versions"
         )
         start = drafter or champion_checkpoint(desk)
-        trained, loaded = load_dflash_for(start, bundle)
+        loaded = load_drafter_for(start, bundle)
+        require_trainable(loaded.drafter, settings, "online")
         L.seed_everything(config.seed, verbose=False)
         module = OPDModule(
-            prepare_training(trained, bundle, train, freeze_mlp=config.drafter.freeze_mlp),
+            prepare_training(loaded.drafter, bundle, train, freeze_mlp=config.drafter.freeze_mlp),
             bundle.target,
             loss_spec(settings.loss),
             optim_spec(settings.optim, None),
             loaded.length_head.train() if loaded.length_head is not None else None,
             feature_cache_bytes=settings.feature_cache_mib * 2**20,
+            ar_weight=settings.loss.ar_weight,
         )
         publisher = OnlinePublisher(
             stage.output,

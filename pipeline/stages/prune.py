@@ -33,6 +33,7 @@ from pipeline.fitting import (
     stage_documents,
     stage_trainer,
 )
+from pipeline.measure import round_ms
 from pipeline.models import keep_copy, load_drafter_for, prepare_training
 from pipeline.result import write_json
 from pipeline.stages.context import Stage, open_stage, tracking_for
@@ -54,11 +55,12 @@ class Removal:
 
 @dataclass
 class PruneStep:
-    """A kept checkpoint: layers left, τ right after the removal and after recovery."""
+    """A kept checkpoint: layers left, τ right after the removal and after recovery, and what a round takes with it."""
 
     layers: int
     removal: Removal
     tau: float
+    round_ms: float
 
 
 @dataclass
@@ -66,6 +68,7 @@ class PruneState:
     """Persisted progress; `pending` is a removal whose recovery has not ended."""
 
     tau_whole: float | None = None
+    round_ms_whole: float | None = None
     steps: list[PruneStep] = field(default_factory=list)
     pending: Removal | None = None
 
@@ -80,7 +83,8 @@ class PruneState:
         pending = data["pending"]
         return cls(
             data["tau_whole"],
-            [PruneStep(s["layers"], Removal(**s["removal"]), s["tau"]) for s in data["steps"]],
+            data["round_ms_whole"],
+            [PruneStep(**{**s, "removal": Removal(**s["removal"])}) for s in data["steps"]],
             None if pending is None else Removal(**pending),
         )
 
@@ -137,6 +141,7 @@ class _Pruning:
         """Remove and recover until a stop."""
         if self.state.tau_whole is None:
             self.state.tau_whole = self._tau(self.whole)
+            self.state.round_ms_whole = self._round_ms(self.whole)
             self._save()
         floor = self.settings.retention * self.state.tau_whole
         say(f"{self.depth} layers, acceptance length {self.state.tau_whole:.3f}, floor {floor:.3f}")
@@ -152,21 +157,29 @@ class _Pruning:
                 say(f"that is below the floor of {floor:.3f}; {left} layers stay")
                 break
             left -= 1
-            self.state.steps.append(PruneStep(left, removal, tau))
+            kept = self._directory(left) / "drafter"
+            self.state.steps.append(PruneStep(left, removal, tau, self._round_ms(kept)))
             self.state.pending = None
             self._save()
             self._register(tau)
         self.stage.result.metrics |= {
             "layers": left,
             "tau_whole": self.state.tau_whole,
+            "round_ms_whole": self.state.round_ms_whole,
             "tau": self.state.steps[-1].tau if self.state.steps else self.state.tau_whole,
             "steps": [asdict(step) for step in self.state.steps],
         }
         rows = [
-            [str(s.layers), str(s.removal.removed), f"{s.removal.tau_unrecovered:.3f}", f"{s.tau:.3f}"]
+            [
+                str(s.layers),
+                str(s.removal.removed),
+                f"{s.removal.tau_unrecovered:.3f}",
+                f"{s.tau:.3f}",
+                f"{s.round_ms:.1f}",
+            ]
             for s in self.state.steps
         ]
-        show_table("pruning", ["layers", "removed", "τ without recovery", "τ"], rows)
+        show_table("pruning", ["layers", "removed", "τ without recovery", "τ", "ms per round"], rows)
         _plot(self.state, self.depth, self.stage.output / "prune.png")
 
     def _choose(self) -> Removal:
@@ -234,23 +247,34 @@ class _Pruning:
         drafter = load_drafter_for(directory, self.bundle, dtype=target.dtype).drafter
         return total_acceptance_length(replay(drafter, target, self.measured))
 
+    def _round_ms(self, directory: Path) -> float:
+        drafter = load_drafter_for(directory, self.bundle, dtype=self.bundle.target.dtype).drafter
+        return round_ms(self.bundle, drafter, self.measured[0])
+
     def _save(self) -> None:
         write_json(self.path, asdict(self.state))
 
 
 def _plot(state: PruneState, depth: int, path: Path) -> None:
+    """τ with and without recovery, and τ per second of rounds, against layers."""
     from matplotlib.figure import Figure
 
-    assert state.tau_whole is not None
-    figure = Figure(figsize=(7, 3.4), layout="constrained")
-    axes = figure.add_subplot()
+    assert state.tau_whole is not None and state.round_ms_whole is not None
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    quality, speed = figure.subplots(1, 2)
     layers = [depth, *(step.layers for step in state.steps)]
-    axes.plot(layers, [state.tau_whole, *(s.tau for s in state.steps)], marker="o", label="recovered")
-    axes.plot(
+    taus = [state.tau_whole, *(s.tau for s in state.steps)]
+    times = [state.round_ms_whole, *(s.round_ms for s in state.steps)]
+    quality.plot(layers, taus, marker="o", label="recovered")
+    quality.plot(
         layers[1:], [s.removal.tau_unrecovered for s in state.steps], marker="x", label="without recovery"
     )
-    axes.invert_xaxis()
-    axes.set_xlabel("layers")
-    axes.set_ylabel("acceptance length")
-    axes.legend()
+    quality.set_ylabel("acceptance length")
+    quality.legend()
+    speed.plot(layers, [1000 * tau / ms for tau, ms in zip(taus, times, strict=True)], marker="o")
+    speed.set_ylabel("tokens per second, one request")
+    for axes in (quality, speed):
+        axes.invert_xaxis()
+        axes.set_xlabel("layers")
+        axes.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=110)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import lightning as L
@@ -13,25 +12,20 @@ from drafters.d3d import D3DDrafter
 from drafters.dflash import DFlashDrafter
 from drafters.errors import UserError
 from drafters.fill import Drafter
-from drafters.packing import Document
-from lightning_modules.block_training import BlockTrainingModule
 from lightning_modules.callbacks.export import ExportBest
-from lightning_modules.d3d_training import D3DTrainingModule
 from pipeline.config import Config, DrafterConfig
 from pipeline.console import say
 from pipeline.corpus import responses_directory, train_and_validation
 from pipeline.fitting import (
     export_on_success,
     fit,
-    loss_spec,
-    optim_spec,
     packing_spec,
     resume_path,
     stage_documents,
     stage_trainer,
-    training_vocabulary,
+    training_module,
 )
-from pipeline.models import TargetBundle, load_drafter_for, new_drafter, prepare_training
+from pipeline.models import load_drafter_for, new_drafter, prepare_training
 from pipeline.stages.context import open_stage, tracking_for
 
 
@@ -63,7 +57,7 @@ def train_drafter(config: Config, *, resume: bool = False, warm_start: Path | No
             f"{', MLPs frozen' if config.drafter.freeze_mlp else ''}"
         )
         drafter = prepare_training(drafter, bundle, train, freeze_mlp=config.drafter.freeze_mlp)
-        module = training_module(config, bundle, drafter, train)
+        module = training_module(config, "train", bundle, drafter, train)
         directory = stage.output / "drafter"
         with stage.result.section("fit"), export_on_success(directory, checkpoint) as pending:
             export = ExportBest(pending, bundle.target.identity, f"{config.name}-train-{CONTENT}")
@@ -85,37 +79,6 @@ def train_drafter(config: Config, *, resume: bool = False, warm_start: Path | No
         }
         stage.result.add_output(directory)
         return directory
-
-
-def training_module(
-    config: Config, bundle: TargetBundle, drafter: Drafter, documents: Sequence[Document]
-) -> BlockTrainingModule:
-    """The module that trains a drafter of this family."""
-    settings = config.train
-    loss, optim = loss_spec(settings.loss), optim_spec(settings.optim, settings.steps)
-    sampled = config.regenerate.temperature > 0
-    if isinstance(drafter, D3DDrafter):
-        if loss.objective == "osd":
-            raise UserError(
-                "train.loss.objective: osd does not train the head of a d3d drafter; use ce or opd"
-            )
-        return D3DTrainingModule(
-            drafter,
-            bundle.target,
-            loss,
-            optim,
-            ar_weight=settings.loss.ar_weight,
-            teacher_labels=sampled,
-        )
-    return BlockTrainingModule(
-        drafter,
-        bundle.target,
-        loss,
-        optim,
-        teacher_labels=sampled,
-        feature_cache_bytes=settings.feature_cache_mib * 2**20,
-        vocabulary=training_vocabulary(settings, bundle, documents),
-    )
 
 
 def require_same_shape(wanted: DrafterConfig, drafter: Drafter, directory: Path) -> None:

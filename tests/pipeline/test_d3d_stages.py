@@ -17,6 +17,7 @@ from pipeline.cli import main
 from pipeline.config import load_config
 from pipeline.models import read_identity
 from pipeline.stages.context import registry_for
+from pipeline.stages.whole import serve_and_learn
 
 D3D = ["tiny.yaml", "--set", "drafter.family=d3d", "--set", "drafter.init=target"]
 RECOVERY = {
@@ -137,13 +138,42 @@ def test_pruning_a_dflash_drafter(run: Path) -> None:
     assert depth_of(run / "out" / "prune" / "drafter") == 1
 
 
-def test_what_a_d3d_drafter_cannot_do_yet_is_said(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("distill", "fit-length-head"):
-        assert call(command, *D3D) == 2
-        assert "dflash only" in capsys.readouterr().err
-    assert call("train", *D3D, "--set", "train.loss.objective=osd") == 2
-    assert "train.loss.objective" in capsys.readouterr().err
-    assert call("prune", *D3D, "--set", "prune.layers=9") == 2
-    assert "prune.layers" in capsys.readouterr().err
+def test_distillation_a_length_head_and_online_rounds(trained: Path) -> None:
+    """What AdaFlash does to a DFlash drafter, done to a D3D one."""
+    words = [*D3D, "--set", "distill.steps=6", "--set", "distill.optim.lr=1e-3"]
+    assert call("distill", *words) == 0
+    assert result(trained, "distill")["acceptance_length"] >= result(trained, "train")["acceptance_length"]
+    assert call("fit-length-head", *words) == 0
+    loaded = load_drafter(trained / "out" / "length_head" / "drafter")
+    assert isinstance(loaded.drafter, D3DDrafter) and loaded.length_head is not None
+    assert result(trained, "length_head")["blocks"] > 10
+    policy = ["--set", "policy.name=adaflash", "--set", "policy.gamma=1.5", "--set", "lookahead.mode=fixed"]
+    assert call("evaluate", *words, *policy) == 0
+    evaluated = result(trained, "evaluate")
+    assert evaluated["lossless"] is True and {"adaflash", "lookahead"} <= set(evaluated["lossless_prompts"])
+
+    shutil.rmtree(trained / "out" / "online")
+    shutil.rmtree(trained / "out" / "spool")
+    assert call("deploy", *words, "--drafter", str(trained / "out" / "length_head" / "drafter")) == 0
+    config = load_config(trained / "tiny.yaml", ["drafter.family=d3d", "drafter.init=target"])
+    serve_and_learn(config)
+    online = result(trained, "online")
+    assert online["rounds"] >= 1
+    assert set(online["outcomes"]) <= {"champion", "refused", "rolled_back"}
+    for version in online["versions"]:
+        assert isinstance(load_drafter(trained / "out" / "versions" / str(version)).drafter, D3DDrafter)
+
+
+def test_what_a_d3d_drafter_cannot_be_trained_by_is_said(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for changes, command, said in (
+        (["train.loss.objective=osd"], "train", "train.loss.objective"),
+        (["train.vocabulary=32"], "train", "train.vocabulary"),
+        (["distill.loss.objective=osd"], "distill", "distill.loss.objective"),
+        (["prune.layers=9"], "prune", "prune.layers"),
+    ):
+        assert call(command, *D3D, *(w for c in changes for w in ("--set", c))) == 2
+        assert said in capsys.readouterr().err
     assert call("prune", *D3D, "--resume") == 2
     assert "run without --resume" in capsys.readouterr().err

@@ -1,0 +1,292 @@
+"""What a D3D drafter gains from its parts: next-token loss, size, initial weights, look-ahead; and beside a DFlash drafter.
+
+    python benchmarks/d3d.py ar-weight --run outputs/d3d --steps 120 --seeds 1 2
+    python benchmarks/d3d.py scale|init|families --run outputs/d3d
+    python benchmarks/d3d.py lookahead --run outputs/d3d --slowdowns 4 8 16
+
+Needs the output of `make demo-d3d`, whose responses all variants learn from and are judged by. Each variant is trained in turn,
+for equal steps (`families`: equal minutes), once for each seed; τ is replayed on the held-out prompts. Differences are paired by
+prompt against the first variant, seeds pooled. Results and a plot go below `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from drafters.branches import Budget
+from drafters.decoding import ServingDrafter
+from drafters.lookahead import Lookahead
+from drafters.policies import FixedPolicy
+from drafters.replay import ReplayResult, replay
+from pipeline.bootstrap import bootstrap_ratio, paired_bootstrap_ratio
+from pipeline.config import Config, load_config
+from pipeline.corpus import load_documents
+from pipeline.lookahead import SlowedTarget, decode_documents, lookahead_worker
+from pipeline.models import load_drafter_for, load_target
+from pipeline.result import RESULT_FILE, write_json
+from pipeline.stages.evaluate import spread
+from pipeline.stages.train import train_drafter
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A name, and what it sets differently."""
+
+    name: str
+    settings: list[str]
+
+
+def ar_weight(args: argparse.Namespace) -> list[Variant]:
+    """λ; 1 comes first, as the others are compared with it."""
+    return [Variant(f"lambda {value:g}", [f"train.loss.ar_weight={value}"]) for value in (1, 0, 0.5, 1.5)]
+
+
+def scale(args: argparse.Namespace) -> list[Variant]:
+    """Depth: the target's own layers, some left out evenly, the first and the last kept."""
+    depths = [30, 20, 12, 6]
+    return [
+        Variant(f"{depth} layers", [f"drafter.model={shallow(args, depth)}"] if depth < 30 else [])
+        for depth in depths
+    ]
+
+
+def init(args: argparse.Namespace) -> list[Variant]:
+    """The target's weights, or random ones of the same shape."""
+    return [Variant("target's weights", []), Variant("random", ["drafter.init=random"])]
+
+
+def families(args: argparse.Namespace) -> list[Variant]:
+    """D3D against DFlash in equal minutes; D3D whole and shallow, DFlash as the quickstart has it."""
+    minutes = [f"train.max_minutes={args.minutes}", "train.steps=100000", "train.optim.schedule=constant"]
+    dflash = [
+        "drafter.family=dflash",
+        "drafter.num_layers=6",
+        "drafter.freeze_mlp=true",
+        "lookahead.mode=off",
+    ]
+    dflash += ["train.optim.lr=1e-3", "train.feature_cache_mib=1024"]
+    return [
+        Variant("d3d, 30 layers", minutes),
+        Variant("d3d, 12 layers", [*minutes, f"drafter.model={shallow(args, 12)}"]),
+        Variant("dflash, 6 layers", [*minutes, *dflash]),
+    ]
+
+
+def shallow(args: argparse.Namespace, depth: int) -> Path:
+    """The target with `depth` of its layers, written once."""
+    directory = args.out / f"target-{depth}"
+    if not directory.exists():
+        source = args.run / "target"
+        model = AutoModelForCausalLM.from_pretrained(source)
+        layers = model.model.layers
+        kept = [round(i * (len(layers) - 1) / (depth - 1)) for i in range(depth)]
+        model.model.layers = torch.nn.ModuleList([layers[i] for i in kept])
+        model.config.num_hidden_layers = depth
+        model.save_pretrained(directory)
+        AutoTokenizer.from_pretrained(source).save_pretrained(directory)
+    return directory.absolute()
+
+
+def compare(args: argparse.Namespace, variants: Sequence[Variant]) -> dict[str, Any]:
+    """Train and judge every variant."""
+    rows: list[dict[str, Any]] = []
+    base: list[ReplayResult] = []
+    for variant in variants:
+        results: list[ReplayResult] = []
+        steps, cpu, taus, parameters = [], [], [], 0
+        for seed in args.seeds:
+            output = args.out / f"{variant.name.replace(' ', '-').replace(',', '')}-{seed}"
+            config = variant_config(args, variant, output, seed)
+            started = time.process_time()
+            directory = output / "train" / "drafter"
+            if not (output / "train" / RESULT_FILE).exists():
+                directory = train_drafter(config)
+            cpu.append(time.process_time() - started)
+            bundle = load_target(config)
+            drafter = load_drafter_for(directory, bundle, dtype=bundle.target.dtype).drafter
+            parameters = sum(p.numel() for p in drafter.parameters())
+            documents = load_documents(config, "heldout", bundle.target.identity)
+            of_seed = [r for r in replay(drafter, bundle.target, documents) if r.rounds]
+            taus.append(sum(r.committed for r in of_seed) / sum(r.rounds for r in of_seed))
+            results += of_seed
+            steps.append(json.loads((output / "train" / RESULT_FILE).read_text())["metrics"]["steps"])
+        base = base or results
+        interval = bootstrap_ratio([r.committed for r in results], [r.rounds for r in results])
+        difference = paired_bootstrap_ratio(
+            [r.committed for r in base],
+            [r.rounds for r in base],
+            [r.committed for r in results],
+            [r.rounds for r in results],
+        )
+        rows.append(
+            {
+                "variant": variant.name,
+                "settings": variant.settings,
+                "tau": asdict(interval),
+                "difference": asdict(difference),
+                "tau_by_seed": taus,
+                "steps": statistics.fmean(steps),
+                "cpu_s": statistics.fmean(cpu),
+                "parameters_m": parameters / 1e6,
+            }
+        )
+        print(
+            f"{variant.name:18} tau {interval.point:.3f} [{interval.low:.3f}, {interval.high:.3f}]  "
+            f"by seed {' '.join(f'{tau:.3f}' for tau in taus)}  difference {difference.point:+.3f} "
+            f"[{difference.low:+.3f}, {difference.high:+.3f}]  {statistics.fmean(steps):.0f} steps  "
+            f"{statistics.fmean(cpu):.0f} CPU-s  {parameters / 1e6:.0f} M",
+            flush=True,
+        )
+    return {"rows": rows}
+
+
+def variant_config(args: argparse.Namespace, variant: Variant, output: Path, seed: int) -> Config:
+    """The demo's config with the variant's settings, on the demo's responses."""
+    output.mkdir(parents=True, exist_ok=True)
+    for name in ("responses", "target", ".target-origin"):
+        source, link = args.run / name, output / name
+        if not link.exists():
+            link.symlink_to(source.absolute())
+    settings = [
+        f"output={output}",
+        f"seed={seed}",
+        f"train.steps={args.steps}",
+        f"train.validate_every={args.steps}",
+        f"train.checkpoint_every={args.steps}",
+    ]
+    return load_config(Path(args.config), [*settings, *variant.settings])
+
+
+def lookahead(args: argparse.Namespace) -> dict[str, Any]:
+    """Hit rate and speed for every C and F, with the target slowed to several times the drafter's pass."""
+    config = load_config(Path(args.config), [f"output={args.run}"])
+    bundle = load_target(config)
+    loaded = load_drafter_for(args.run / "drafter", bundle, dtype=bundle.target.dtype)
+    serving = ServingDrafter(loaded.drafter, FixedPolicy(), loaded.drafter_version)
+    documents = spread(load_documents(config, "heldout", bundle.target.identity), args.documents)
+    block = loaded.drafter.block_size
+
+    def decode(target: Any, worker: Lookahead) -> Any:
+        return decode_documents(target, serving, documents, worker, max_new_tokens=args.tokens)
+
+    with Lookahead(None) as plain:
+        decode(bundle.target, plain)
+        draft_s = plain.stats.draft_s / plain.stats.draft_passes
+    rows: list[dict[str, Any]] = []
+    for slowdown in args.slowdowns:
+        target = SlowedTarget(bundle.target, slowdown * draft_s)
+        with Lookahead(None) as plain:
+            sync = decode(target, plain)
+        rows.append({"slowdown": slowdown, "coverage": None, "fan_out": None, **sync.report()})
+        print(f"target {slowdown:g} x drafter: {sync.tokens_per_s:.2f} tokens/s without", flush=True)
+        with lookahead_worker(config.lookahead, None) as worker:
+            for coverage in range(2, block + 1, 2):
+                for fan_out in args.fan_outs:
+                    worker.budget = Budget(coverage, fan_out)
+                    run = decode(target, worker)
+                    rows.append(
+                        {
+                            "slowdown": slowdown,
+                            "coverage": coverage,
+                            "fan_out": fan_out,
+                            "gain": run.tokens_per_s / sync.tokens_per_s,
+                            **run.report(),
+                        }
+                    )
+                    print(
+                        f"  C {coverage} F {fan_out}: hit rate {run.stats.hit_rate:.2f}, "
+                        f"{run.tokens_per_s / sync.tokens_per_s:.3f} of that speed, tau "
+                        f"{run.acceptance_length:.2f}, preparing {run.report()['ahead_ms']:.0f} ms",
+                        flush=True,
+                    )
+    return {"draft_ms": 1000 * draft_s, "rows": rows}
+
+
+def plot(what: str, result: dict[str, Any], path: Path) -> None:
+    """Bars of τ with intervals, or hit rate and gain against the budget."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    rows = result["rows"]
+    if what == "lookahead":
+        left, right = figure.subplots(1, 2)
+        for slowdown in sorted({row["slowdown"] for row in rows}):
+            for fan_out in sorted({row["fan_out"] for row in rows if row["fan_out"]}):
+                chosen = [r for r in rows if (r["slowdown"], r["fan_out"]) == (slowdown, fan_out)]
+                label = f"target {slowdown:g}x, F {fan_out}"
+                left.plot([r["coverage"] for r in chosen], [r["hit_rate"] for r in chosen], label=label)
+                right.plot([r["coverage"] for r in chosen], [r["gain"] for r in chosen], label=label)
+        left.set_ylabel("hit rate")
+        right.set_ylabel("speed with / without")
+        right.axhline(1.0, color="0.7")
+        for axes in (left, right):
+            axes.set_xlabel("coverage C")
+        left.legend(fontsize=6)
+    else:
+        axes = figure.add_subplot()
+        points = [row["tau"]["point"] for row in rows]
+        errors = [
+            [row["tau"]["point"] - row["tau"]["low"] for row in rows],
+            [row["tau"]["high"] - row["tau"]["point"] for row in rows],
+        ]
+        axes.bar([row["variant"] for row in rows], points, yerr=errors, capsize=4)
+        axes.set_ylabel("acceptance length")
+        axes.set_ylim(bottom=1)
+    figure.savefig(path, dpi=110)
+
+
+VARIANTS: dict[str, Callable[[argparse.Namespace], list[Variant]]] = {
+    "ar-weight": ar_weight,
+    "scale": scale,
+    "init": init,
+    "families": families,
+}
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=[*VARIANTS, "lookahead"])
+    parser.add_argument("--run", type=Path, default=Path("outputs/d3d"), help="Output of `make demo-d3d`.")
+    parser.add_argument("--config", default="d3d", help="Config of that run.")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="Where to work; default outputs/bench/d3d-WHAT."
+    )
+    parser.add_argument("--steps", type=int, default=340)
+    parser.add_argument("--minutes", type=float, default=6.0, help="Of each training in `families`.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--slowdowns", type=float, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--fan-outs", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--documents", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--fresh", action="store_true", help="Train again what was trained.")
+    args = parser.parse_args()
+    args.out = args.out or Path("outputs/bench") / f"d3d-{args.what}"
+    if args.fresh:
+        shutil.rmtree(args.out, ignore_errors=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    result = lookahead(args) if args.what == "lookahead" else compare(args, VARIANTS[args.what](args))
+    settings = {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
+    write_json(
+        args.out / "result.json",
+        {"what": args.what, "settings": settings, "threads": torch.get_num_threads(), **result},
+    )
+    plot(args.what, result, args.out / "plot.png")
+    print(args.out / "result.json")
+
+
+if __name__ == "__main__":
+    main()
