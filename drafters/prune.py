@@ -2,7 +2,8 @@
 
 A layer's importance is what its removal costs in replay τ, the measure that serving pays by. All removals are measured in one
 sweep: before the removed layer everything is as it was, so each removal starts from the hidden states that the whole drafter
-had there. For L layers that is L + L·(L-1)/2 layer passes, about half of what L replays take.
+had there. For L layers that is L + L·(L-1)/2 layer passes, about half of what L replays take; with only some of the layers as
+candidates, fewer.
 
 Shapes: N blocks, B block size, T flat tokens, H hidden.
 """
@@ -53,18 +54,18 @@ def remove_layer(drafter: Drafter, index: int) -> None:
 
 
 def replay_without_each_layer(
-    drafter: Drafter, target: Target, documents: Sequence[Document]
+    drafter: Drafter, target: Target, documents: Sequence[Document], candidates: Sequence[int]
 ) -> list[list[ReplayResult]]:
-    """Replay with one layer removed, for each layer in turn: results by layer, then document."""
+    """Replay with one layer removed, for each of the candidates in turn: results by candidate, then document."""
 
     def prepare(whole: PackedBatch) -> Fill:
         if isinstance(drafter, D3DDrafter):
-            return lambda batch: _d3d_without_each(drafter, batch)
+            return lambda batch: _d3d_without_each(drafter, batch, candidates)
         features_TC = target.forward_packed(whole.input_ids_T, whole.position_ids_T).features_TC
         context = drafter.context_key_values(features_TC, whole.position_ids_T)
-        return lambda batch: _dflash_without_each(drafter, target, batch, context)
+        return lambda batch: _dflash_without_each(drafter, target, batch, context, candidates)
 
-    results: list[list[ReplayResult]] = [[] for _ in layers_of(drafter)]
+    results: list[list[ReplayResult]] = [[] for _ in candidates]
     head_VH = draft_head(drafter, target)
     for document, anchors, variants in draft_variants(documents, head_VH, drafter.block_size, prepare):
         for of_layer, drafts in zip(results, variants, strict=True):
@@ -72,26 +73,32 @@ def replay_without_each_layer(
     return results
 
 
-def _d3d_without_each(drafter: D3DDrafter, batch: PackedBatch) -> Iterator[torch.Tensor]:
+def _d3d_without_each(
+    drafter: D3DDrafter, batch: PackedBatch, candidates: Sequence[int]
+) -> Iterator[torch.Tensor]:
     with _inputs_of_layers(layers_of(drafter)) as inputs:
         drafter(batch)
-    for index, hidden in enumerate(inputs):
+    for index in candidates:
         with _only(drafter, index + 1):
-            yield drafter(batch, embeddings_LH=hidden[0]).hidden_NBH
+            yield drafter(batch, embeddings_LH=inputs[index][0]).hidden_NBH
 
 
 def _dflash_without_each(
-    drafter: DFlashDrafter, target: Target, batch: PackedBatch, context: list[Any]
+    drafter: DFlashDrafter,
+    target: Target,
+    batch: PackedBatch,
+    context: list[Any],
+    candidates: Sequence[int],
 ) -> Iterator[torch.Tensor]:
     layout = build_blocks(batch, drafter.block_size, drafter.spec.mask_token_id)
     groups = attention_groups(batch, drafter.block_size)
     embeddings_NBH = target.embed(layout.block_ids_NB)
     with _inputs_of_layers(layers_of(drafter)) as inputs:
         drafter(embeddings_NBH, layout.positions_NB, context, groups)
-    for index, hidden_RH in enumerate(inputs):
+    for index in candidates:
         with _only(drafter, index + 1):
             yield drafter(
-                hidden_RH.view(embeddings_NBH.shape), layout.positions_NB, context[index + 1 :], groups
+                inputs[index].view(embeddings_NBH.shape), layout.positions_NB, context[index + 1 :], groups
             )
 
 

@@ -224,6 +224,11 @@ class PruneConfig(FitConfig):
     label_share: float = Field(
         0.1, ge=0, lt=1, description="ε: weight of the served token beside the whole drafter's distribution."
     )
+    candidates: int | None = Field(
+        None,
+        ge=1,
+        description="Layers whose removal is measured again after the first: those least missed so far; null: all.",
+    )
     measure_documents: int | None = Field(
         None, ge=1, description="Validation documents that removals are measured on; null takes all."
     )

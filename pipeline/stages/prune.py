@@ -43,10 +43,14 @@ STATE = "state.json"
 
 @dataclass
 class Removal:
-    """A layer that goes: its place among the layers before, and τ without each of those, this one included."""
+    """A layer that goes: its place among the layers before, and τ without each of those, this one included.
+
+    `measured` are the layers whose τ is of this sweep; the others have that of an earlier one.
+    """
 
     removed: int
     importance: list[float]
+    measured: list[int]
 
     @property
     def tau_unrecovered(self) -> float:
@@ -186,12 +190,24 @@ class _Pruning:
         if self.state.pending is None:
             target = self.bundle.target
             drafter = load_drafter_for(self.current, self.bundle, dtype=target.dtype).drafter
+            known = self._known(len(layers_of(drafter)))
+            order = sorted(range(len(known)), key=lambda layer: -known[layer])
+            measured = sorted(order[: self.settings.candidates if self.state.steps else None])
             with self.stage.result.section("importance"):
-                results = replay_without_each_layer(drafter, target, self.measured)
-            taus = [total_acceptance_length(of_layer) for of_layer in results]
-            self.state.pending = Removal(taus.index(max(taus)), taus)
+                swept = replay_without_each_layer(drafter, target, self.measured, measured)
+            for layer, results in zip(measured, swept, strict=True):
+                known[layer] = total_acceptance_length(results)
+            removed = max(measured, key=lambda layer: known[layer])
+            self.state.pending = Removal(removed, known, measured)
             self._save()
         return self.state.pending
+
+    def _known(self, depth: int) -> list[float]:
+        """What is known of τ without each of the layers left."""
+        if not self.state.steps:
+            return [0.0] * depth
+        last = self.state.steps[-1].removal
+        return last.importance[: last.removed] + last.importance[last.removed + 1 :]
 
     def _recover(self, removal: Removal, layers: int) -> float:
         """τ after recovery; the checkpoint is in the directory of this many layers."""

@@ -22,6 +22,7 @@ from pipeline.stages.prune import prune_drafter
 from pipeline.stages.regenerate import regenerate_responses
 from pipeline.stages.rerun import StageRunner
 from pipeline.stages.train import train_drafter
+from pipeline.stages.whole import show_budget
 
 
 def run_d3d(config: Config, runner: StageRunner) -> Path:
@@ -30,6 +31,7 @@ def run_d3d(config: Config, runner: StageRunner) -> Path:
     `<output>/result.json` holds the figures; `drafter/`, `target/` and `heldout.jsonl` are kept so that anyone can recompute
     them.
     """
+    show_budget(config)
     output = config.output
     trained, pruned = output / "train" / "drafter", output / "prune" / "drafter"
     runner.run("responses", lambda _: regenerate_responses(config))

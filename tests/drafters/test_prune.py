@@ -54,8 +54,10 @@ def test_one_sweep_measures_what_real_removals_would(
     drafter = d3d_of(target) if family == "d3d" else make_drafter(target, num_layers=3)
     documents: Sequence[Document] = make_trained("llama").documents[:3]
     whole = replay(drafter, target, documents)
-    swept = replay_without_each_layer(drafter, target, documents)
-    assert len(swept) == len(layers_of(drafter))
+    depth = len(layers_of(drafter))
+    swept = replay_without_each_layer(drafter, target, documents, range(depth))
+    assert len(swept) == depth
+    assert replay_without_each_layer(drafter, target, documents, [2, 0]) == [swept[2], swept[0]]
     assert replay(drafter, target, documents) == whole, "the drafter is as it was"
     for index, results in enumerate(swept):
         pruned = copied(drafter)
