@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,6 +48,22 @@ class RaggedRows:
     lengths: Sequence[int]
     caches: Sequence[DynamicCache]
     own_masks: Sequence[torch.Tensor] | None = None
+    # of each slice, as all layers use them; made by the first
+    _folded_masks: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
+
+    def folded_mask(self, number: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+        """bool [1, 1, (K/G)·S, T] for `_folded`: everything cached, and of the new tokens what may be seen."""
+        new_tokens, all_tokens = query.shape[2], key.shape[2]
+        if new_tokens == 1:
+            return None
+        if number not in self._folded_masks:
+            seen = torch.ones(new_tokens, all_tokens, dtype=torch.bool, device=query.device)
+            if self.own_masks is None:
+                seen = seen.tril(all_tokens - new_tokens)
+            else:
+                seen[:, all_tokens - new_tokens :] = self.own_masks[number]
+            self._folded_masks[number] = seen.repeat(query.shape[1] // key.shape[1], 1)[None, None]
+        return self._folded_masks[number]
 
 
 @dataclass(frozen=True)
@@ -120,6 +136,8 @@ def batched_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
         return output, None
+    if attention_mask is not None:
+        attention_mask = attention_mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
     return _folded(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
 
 
@@ -133,36 +151,22 @@ def _ragged(
 ) -> torch.Tensor:
     lengths = list(ragged.lengths)
     outputs: list[torch.Tensor] = []
-    own_masks: Sequence[torch.Tensor | None] = ragged.own_masks or [None] * len(lengths)
-    for q, new_keys, new_values, cache, own_mask in zip(
-        query.split(lengths, dim=2),
-        key.split(lengths, dim=2),
-        value.split(lengths, dim=2),
-        ragged.caches,
-        own_masks,
-        strict=True,
+    for number, (q, new_keys, new_values, cache) in enumerate(
+        zip(
+            query.split(lengths, dim=2),
+            key.split(lengths, dim=2),
+            value.split(lengths, dim=2),
+            ragged.caches,
+            strict=True,
+        )
     ):
         k, v = cache.update(new_keys, new_values, module.layer_idx)
-        if k.shape[2] == q.shape[2] and own_mask is None:
+        if k.shape[2] == q.shape[2] and ragged.own_masks is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         else:
-            out = _folded(q, k, v, _cached_mask(q.shape[2], k.shape[2], own_mask, q.device), scaling)
+            out = _folded(q, k, v, ragged.folded_mask(number, q, k), scaling)
         outputs.append(out)
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
-
-
-def _cached_mask(
-    new_tokens: int, all_tokens: int, own_mask: torch.Tensor | None, device: torch.device
-) -> torch.Tensor | None:
-    """bool [1, 1, S, T]: everything cached, and of the new tokens what `own_mask` says, by default the earlier ones."""
-    if new_tokens == 1:
-        return None
-    seen = torch.ones(new_tokens, all_tokens, dtype=torch.bool, device=device)
-    if own_mask is None:
-        seen = seen.tril(all_tokens - new_tokens)
-    else:
-        seen[:, all_tokens - new_tokens :] = own_mask
-    return seen[None, None]
 
 
 def _packed(
@@ -210,11 +214,9 @@ def _folded(
     mask: torch.Tensor | None,
     scaling: float | None,
 ) -> torch.Tensor:
-    """[R, K, S, D] of attention in which the K/G query heads of a group are further rows of one head."""
+    """[R, K, S, D] of attention in which the K/G query heads of a group are further rows of one head, in the mask too."""
     rows, heads, new_tokens, head_dim = query.shape
     groups = key.shape[1]
-    if mask is not None:
-        mask = mask.repeat(1, 1, heads // groups, 1)
     output = F.scaled_dot_product_attention(
         query.reshape(rows, groups, -1, head_dim), key, value, attn_mask=mask, scale=scaling
     )

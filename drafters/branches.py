@@ -4,7 +4,7 @@ After a block [anchor, d₁..d_{B-1}] the next one is anchored either on a token
 when all drafts were accepted, on the bonus token after them. A budget of C and F prepares the (C-1)·F likeliest of the first
 kind, i = 1..C-1, and one block for the last. The bonus token is not known then, so that block is anchored on d_{B-1}: it serves
 if its own first prediction is the bonus, and has one draft fewer. When the target verifies less than the block, what follows the
-last verified draft is prepared instead, as one more position with F tokens, among which the draft itself.
+last verified draft is prepared instead, with F tokens of which the next draft may be one, and one position fewer for rejections.
 
 Shapes: D drafts of a block (B-1, or B-2 after full acceptance), V vocabulary.
 """
@@ -71,22 +71,24 @@ def plan_branches(
         block_size: B.
         budget: C and F.
     """
-    rejectable = min(budget.coverage, verify_len) - 1
-    whole = verify_len == len(drafts) + 1
-    rows = rejectable + (not whole)
-    positions = [*range(rejectable), *([] if whole else [verify_len - 1])]
-    if rows == 0:
-        return BranchPlan([], full=whole and block_size > 2)
-    # one more than F, as the draft itself is no alternative to itself
-    count = min(budget.fan_out + 1, logits_DV.shape[-1])
-    best = logits_DV[positions].topk(count, dim=-1).indices.tolist()
+    verified = verify_len - 1
+    whole = verified == len(drafts)
+    # a block of two slots has no draft left after its first
+    full = whole and block_size > 2
+    rejectable = min(budget.coverage - 1, verified)
+    if not whole:
+        rejectable = min(rejectable, max(0, budget.coverage - 2))
+    positions = [*range(rejectable), *([] if whole else [verified])]
+    if not positions:
+        return BranchPlan([], full)
+    fan_out = budget.fan_out if budget.coverage > 1 else 1
+    # one more, as the draft itself is no alternative to itself
+    best = logits_DV[positions].topk(min(fan_out + 1, logits_DV.shape[-1]), dim=-1).indices.tolist()
     branches = []
     for position, tokens in zip(positions, best, strict=True):
-        rejected = position < rejectable
-        others = [token for token in tokens if not rejected or token != drafts[position]]
-        branches += [Branch(position, token) for token in others[: budget.fan_out]]
-    # a block of two slots has no draft left after its first
-    return BranchPlan(branches, full=whole and block_size > 2)
+        others = [token for token in tokens if position == verified or token != drafts[position]]
+        branches += [Branch(position, token) for token in others[:fan_out]]
+    return BranchPlan(branches, full)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class RoundOutcome:
 
 @dataclass(frozen=True)
 class RoundCost:
-    """Measured seconds of a round's parts with `slots` rows per request prepared (0: nothing prepared).
+    """Measured in rounds with `slots` rows per request prepared: seconds of the parts, and committed tokens per round.
 
     `draft_s` is what a request without a prepared block waits for its drafting pass.
     """
@@ -112,46 +114,49 @@ class RoundCost:
     verify_s: float
     ahead_s: float
     draft_s: float
+    tokens: float
 
 
 @dataclass(frozen=True)
 class BudgetEstimate:
-    """What one budget is expected to do: hit rate, and seconds per round."""
+    """What one budget is expected to do: hit rate, seconds per round, and per token."""
 
     budget: Budget | None
     hit_rate: float
     round_s: float
+    token_s: float
 
 
 def estimate_budgets(
     outcomes: Sequence[RoundOutcome],
-    costs: Sequence[RoundCost],
+    plain: RoundCost,
+    ahead: Sequence[RoundCost],
     *,
     full_hit_rate: float,
     block_size: int,
     widest: Budget,
 ) -> list[BudgetEstimate]:
-    """Expected seconds per round of every budget and of none, fastest first.
+    """Expected seconds per token of every budget and of none, fastest first.
 
     A round takes the longer of verification and preparation, and a drafting pass more if no branch served. A high hit rate
-    alone says little: branches that make preparation longer than verification cost every round, hit or not. Tokens per round
-    are taken to be the same for all budgets.
+    alone says little: branches that make preparation longer than verification cost every round, hit or not. A block prepared
+    for full acceptance commits less than a drafted one; that is in the tokens per round of `ahead`.
 
     Args:
         outcomes: of rounds that verified whole blocks, from this drafter and workload.
-        costs: measured at several `slots`, one of them 0; between two they are interpolated. Costs on shared cores contain
-            what target and drafter take from each other.
+        plain: the cost without preparation, with whatever cores the worker leaves free.
+        ahead: costs with preparation, at several `slots`; between two they are interpolated. On shared cores they contain what
+            target and drafter take from each other.
         full_hit_rate: share of fully accepted blocks whose bonus token was foreseen.
         block_size: B.
         widest: largest C and F to consider.
     """
-    if not outcomes:
-        raise ValueError("no outcomes to estimate from")
-    ordered = sorted(costs, key=lambda cost: cost.slots)
-    if not ordered or ordered[0].slots != 0:
-        raise ValueError("costs must hold a measurement without preparation")
+    if not outcomes or not ahead:
+        raise ValueError("nothing to estimate from")
+    ordered = sorted(ahead, key=lambda cost: cost.slots)
     full = sum(outcome.rank is None for outcome in outcomes) * full_hit_rate
-    estimates = [BudgetEstimate(None, 0.0, ordered[0].verify_s + ordered[0].draft_s)]
+    plain_s = plain.verify_s + plain.draft_s
+    estimates = [BudgetEstimate(None, 0.0, plain_s, plain_s / plain.tokens)]
     for coverage in range(1, widest.coverage + 1):
         for fan_out in range(1, widest.fan_out + 1) if coverage > 1 else (1,):
             budget = Budget(coverage, fan_out)
@@ -162,20 +167,21 @@ def estimate_budgets(
             hit_rate = (served + full) / len(outcomes)
             cost = _interpolate(ordered, budget.slots(block_size))
             round_s = max(cost.verify_s, cost.ahead_s) + (1 - hit_rate) * cost.draft_s
-            estimates.append(BudgetEstimate(budget, hit_rate, round_s))
-    return sorted(estimates, key=lambda estimate: estimate.round_s)
+            estimates.append(BudgetEstimate(budget, hit_rate, round_s, round_s / cost.tokens))
+    return sorted(estimates, key=lambda estimate: estimate.token_s)
 
 
 def _interpolate(ordered: Sequence[RoundCost], slots: int) -> RoundCost:
-    """The cost at `slots`; beyond the last measurement preparation grows in proportion to it."""
+    """The cost at `slots`: between two measurements in proportion, outside them preparation in proportion to its rows."""
     for low, high in itertools.pairwise(ordered):
-        if slots <= high.slots:
-            share = (slots - low.slots) / (high.slots - low.slots)
+        if low.slots <= slots <= high.slots:
+            share = (slots - low.slots) / max(1, high.slots - low.slots)
             return RoundCost(
                 slots,
                 low.verify_s + share * (high.verify_s - low.verify_s),
                 low.ahead_s + share * (high.ahead_s - low.ahead_s),
                 low.draft_s + share * (high.draft_s - low.draft_s),
+                low.tokens + share * (high.tokens - low.tokens),
             )
-    last = ordered[-1]
-    return replace(last, slots=slots, ahead_s=last.ahead_s * (slots / last.slots if last.slots else 1.0))
+    nearest = ordered[0] if slots < ordered[0].slots else ordered[-1]
+    return replace(nearest, slots=slots, ahead_s=nearest.ahead_s * slots / nearest.slots)

@@ -98,6 +98,8 @@ def save_drafter(
         config["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
         config["dtype"] = str(dtype).removeprefix("torch.")
         config.pop("auto_map", None)
+        # where it was loaded from: the same drafter elsewhere would be another version
+        config.pop("_name_or_path", None)
         _write_json(staging / "config.json", config)
         if length_head is not None:
             _save_tensors(staging / "length_head.safetensors", length_head, torch.float32)

@@ -202,8 +202,8 @@ class D3DDrafter(nn.Module):
         """
         ids, positions, lengths, own_masks = [], [], [], []
         for request in requests:
-            depths_K = torch.tensor(request.depths, device=self.device)
-            anchors_K = torch.tensor(request.anchors, device=self.device)
+            depths_K = torch.tensor(request.depths, dtype=torch.long, device=self.device)
+            anchors_K = torch.tensor(request.anchors, dtype=torch.long, device=self.device)
             block_L = request.block_ids.to(self.device)
             branches_KB = block_L.new_full((len(anchors_K), self.block_size), self.spec.mask_token_id)
             branches_KB[:, 0] = anchors_K

@@ -204,6 +204,10 @@ class DecodingSession:
         assert self._draft_cache is not None
         return AheadRows(block_ids, self._start, depths, anchors, self._draft_cache)
 
+    def forget_draft_context(self) -> None:
+        """Let the drafter read the text anew in the next round."""
+        self._draft_cache, self._prepared = None, None
+
     def keep_prepared(self, prepared: Prepared) -> bool:
         """After a round: forget the draft keys of rejected slots, keep the block that follows; whether there is one."""
         assert self._draft_cache is not None
@@ -432,18 +436,21 @@ def _draft(
     failed: dict[DecodingSession, Exception],
 ) -> list[_Rows]:
     """Blocks of all sessions, prepared or drafted now, and the rows of them that are to be verified."""
-    drafter = serving.drafter
+    drafter, target = serving.drafter, sessions[0].target
     blocks = [session._take_prepared(drafter) for session in sessions]
     missing = [session for session, block in zip(sessions, blocks, strict=True) if block is None]
     drafted: Iterator[torch.Tensor] = iter(())
     if missing:
         started = time.perf_counter()
         drafted = iter(draft_blocks(missing, drafter))
-        if lookahead is not None:
+        # a request's first pass reads its prompt, too
+        if lookahead is not None and all(session.rounds for session in missing):
+            if target.device.type == "cuda":
+                torch.cuda.synchronize(target.device)
             lookahead.stats.draft_s += time.perf_counter() - started
             lookahead.stats.draft_passes += 1
     hidden = [next(drafted) if block is None else block for block in blocks]
-    head_VH = draft_head(drafter, sessions[0].target)
+    head_VH = draft_head(drafter, target)
     # two dimensions, or `linear` would copy the head once per block
     drafting = torch.cat([block[1:] for block in hidden]).to(head_VH.dtype)
     logits = torch.nn.functional.linear(drafting, head_VH).split([len(block) - 1 for block in hidden])
@@ -455,7 +462,8 @@ def _draft(
     for session, logits_DV, length, block in zip(sessions, logits, lengths_N.tolist(), blocks, strict=True):
         with _noting(session, failed):
             drafts, q_LV = session._choose(logits_DV, serving)
-            drafts = drafts.to(session.target.device)
+            drafts = drafts.to(target.device)
+            q_LV = None if q_LV is None else q_LV.to(target.device)
             anchor = drafts.new_tensor([session.tokens[-1]])
             ids = torch.cat([anchor, drafts[: length - 1]])
             draft = _Draft(drafts, logits_DV, q_LV, prepared=block is not None)

@@ -9,6 +9,7 @@ prepared block are chosen from distributions that know only the text they follow
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections import deque
@@ -25,6 +26,8 @@ from drafters.d3d import AheadRows, D3DDrafter
 KEPT_OUTCOMES = 10_000
 """Of an engine that serves for months the last ones say what a budget is worth now."""
 
+_log = logging.getLogger(__name__)
+
 Prepared = dict[Branch, torch.Tensor]
 """hidden [B, H] of prepared blocks, slot 0 the anchor; [B-1, H] after full acceptance."""
 
@@ -36,7 +39,7 @@ class LookaheadStats:
     A request's round counts once it is known which block would have served it, so not the last of a request. Seconds:
     `verify_s` in the target over `passes` of it, `ahead_s` in the worker, `wait_s` of the target's side for the worker after
     verification, and `draft_s` of drafting passes for requests without a prepared block, `draft_passes` of them. `slots` are
-    the worker's rows.
+    the worker's rows; `failures` are passes that ended in an error, after which requests draft without preparation.
     """
 
     rounds: int = 0
@@ -50,6 +53,7 @@ class LookaheadStats:
     draft_s: float = 0.0
     draft_passes: int = 0
     slots: int = 0
+    failures: int = 0
     outcomes: deque[RoundOutcome] = field(default_factory=lambda: deque(maxlen=KEPT_OUTCOMES))
 
     @property
@@ -71,6 +75,14 @@ class LookaheadStats:
             "slots": self.slots / passes,
         }
 
+    def add(self, other: LookaheadStats) -> None:
+        """Take what another run noted as noted here too."""
+        for name, value in vars(other).items():
+            if name == "outcomes":
+                self.outcomes.extend(other.outcomes)
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
 
 class Lookahead:
     """Owns the worker; one per engine. Close it, or use it as a context.
@@ -79,13 +91,20 @@ class Lookahead:
         budget: branches to prepare; None prepares nothing and only measures. May be changed between rounds.
         threads: CPU threads of the worker; None leaves torch's default.
         cores: cores that the worker is pinned to, where the system can do that.
+        note_outcomes: also note how every round ended, which `estimate_budgets` needs and serving does not.
     """
 
     def __init__(
-        self, budget: Budget | None, *, threads: int | None = None, cores: Collection[int] | None = None
+        self,
+        budget: Budget | None,
+        *,
+        threads: int | None = None,
+        cores: Collection[int] | None = None,
+        note_outcomes: bool = False,
     ) -> None:
         self.budget = budget
         self.stats = LookaheadStats()
+        self.note_outcomes = note_outcomes
         self._threads = threads
         self._cores = cores
         self._stream: torch.cuda.Stream | None = None
@@ -108,11 +127,12 @@ class Lookahead:
         self.stats.slots += sum(
             len(rows.block_ids) + len(rows.depths) * drafter.block_size for rows, _ in requests
         )
-        current = None
+        ready = None
         if drafter.device.type == "cuda":
-            current = torch.cuda.current_stream(drafter.device)
+            # recorded here: what the target queues from now on is not waited for
+            ready = torch.cuda.current_stream(drafter.device).record_event()
             self._stream = self._stream or torch.cuda.Stream(drafter.device)
-        return self._pool.submit(self._prepare, drafter, requests, current)
+        return self._pool.submit(self._prepare, drafter, requests, ready)
 
     def finish(self, pending: Future[list[Prepared]]) -> list[Prepared]:
         """Wait for a pass; one dictionary for each of its requests."""
@@ -133,10 +153,10 @@ class Lookahead:
         self,
         drafter: D3DDrafter,
         requests: Sequence[tuple[AheadRows, BranchPlan]],
-        current: torch.cuda.Stream | None,
+        ready: torch.cuda.Event | None,
     ) -> list[Prepared]:
         started = time.perf_counter()
-        with self._on_own_stream(current, [rows for rows, _ in requests]):
+        with self._on_own_stream(ready, [rows for rows, _ in requests]):
             hidden = drafter.draft_ahead([rows for rows, _ in requests])
             full = [parts[-1, 1] for parts, (_, plan) in zip(hidden, requests, strict=True) if plan.full]
             bonus: list[int] = []
@@ -154,11 +174,9 @@ class Lookahead:
         return prepared
 
     @contextlib.contextmanager
-    def _on_own_stream(
-        self, current: torch.cuda.Stream | None, requests: Sequence[AheadRows]
-    ) -> Iterator[None]:
+    def _on_own_stream(self, ready: torch.cuda.Event | None, requests: Sequence[AheadRows]) -> Iterator[None]:
         """On CUDA, beside the target's kernels but after what wrote the caches, and done when left."""
-        if current is None or self._stream is None:
+        if ready is None or self._stream is None:
             yield
             return
         for request in requests:
@@ -167,7 +185,7 @@ class Lookahead:
                 for held in (getattr(layer, "keys", None), getattr(layer, "values", None)):
                     if held is not None:
                         held.record_stream(self._stream)
-        self._stream.wait_stream(current)
+        self._stream.wait_event(ready)
         with torch.cuda.stream(self._stream):
             yield
         self._stream.synchronize()
@@ -187,6 +205,10 @@ class Requester(Protocol):
 
     def keep_prepared(self, prepared: Prepared) -> bool:
         """After the round: keep the block that follows it, if it is among these; whether it is."""
+        ...
+
+    def forget_draft_context(self) -> None:
+        """The drafter's cache is in no known state."""
         ...
 
 
@@ -248,8 +270,16 @@ class Preparation(Generic[Session]):
         stats = self.lookahead.stats
         stats.passes += 1
         stats.verify_s += verify_s
-        none: list[Prepared | None] = [None] * len(self.blocks)
-        prepared = none if self.pending is None else self.lookahead.finish(self.pending)
+        prepared: list[Prepared | None] = [None] * len(self.blocks)
+        if self.pending is not None:
+            try:
+                prepared = [*self.lookahead.finish(self.pending)]
+            except Exception:
+                # the round is committed, and preparing was an extra; most likely it wanted more memory than there is
+                _log.warning("preparing the next blocks failed; drafting without", exc_info=True)
+                stats.failures += 1
+                for block in self.blocks:
+                    block.session.forget_draft_context()
         for block, branches in zip(self.blocks, prepared, strict=True):
             if block.session not in accepted:
                 continue
@@ -260,7 +290,7 @@ class Preparation(Generic[Session]):
             stats.hits += hit
             stats.full += full
             stats.full_hits += hit and full
-            if len(block.ids) == len(block.drafts) + 1:
+            if self.lookahead.note_outcomes and len(block.ids) == len(block.drafts) + 1:
                 rank = None if full else rank_of(token, block.logits_DV[count], block.drafts[count])
                 stats.outcomes.append(RoundOutcome(count, rank))
 

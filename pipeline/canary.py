@@ -163,6 +163,9 @@ def score_records(
         for r in record.rounds:
             if r.drafter_version != drafter_version or r.start not in row_of:
                 continue
+            if len(r.draft_ids) < len(drafts_AB[row_of[r.start]]):
+                # prepared for full acceptance, without sight of the anchor: no fair pair
+                continue
             served = document.token_ids[r.start + 1 :]
             live += 1 + matching_prefix(r.draft_ids, served)
             base += 1 + matching_prefix(drafts_AB[row_of[r.start]].tolist(), served)

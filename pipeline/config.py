@@ -7,7 +7,7 @@ values only; the objects that the rooms below work with are built from it in `pi
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -251,15 +251,15 @@ class PolicyConfig(Section):
 
 
 class LookaheadConfig(Section):
-    """Drafting ahead while the target verifies (d3d only)."""
+    """Drafting ahead while the target verifies: d3d in the embedded engine, so far measured and checked by `evaluate`."""
 
     mode: Literal["off", "fixed", "auto"] = Field(
-        "off", description="fixed: coverage and fan_out as given; auto: the fastest by measurement, or none."
+        "off", description="fixed: coverage and fan_out as given; auto: the fastest by measurement."
     )
     coverage: int | None = Field(
         None,
         ge=1,
-        description="C: positions prepared for, full acceptance included; null: 3/4 of a block. In auto the most tried.",
+        description="C: positions prepared for, full acceptance included; in auto the most. null: 3/4 of a block, in auto all.",
     )
     fan_out: int = Field(
         2, ge=1, description="F: tokens prepared for at each position; in auto the most tried."
@@ -267,8 +267,9 @@ class LookaheadConfig(Section):
     threads: int | None = Field(
         None, ge=1, description="CPU threads of the worker, the target gets the rest; null: half of them."
     )
+    cores: list[int] | None = Field(None, min_length=1, description="Cores that the worker is pinned to.")
     measure_documents: int = Field(4, ge=1, description="Held-out documents that speed is measured on.")
-    slowdowns: list[float] = Field(
+    slowdowns: list[Annotated[float, Field(gt=0)]] = Field(
         default_factory=list,
         description="Evaluate also with a target slowed down to so many times the drafter's pass.",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -22,23 +22,35 @@ from drafters.verify import SamplingParams
 from pipeline.config import LookaheadConfig
 
 
-def configured_budget(config: LookaheadConfig, drafter: Drafter) -> Budget:
+def configured_budget(config: LookaheadConfig, block_size: int, vocab_size: int) -> Budget:
     """C and F of `mode: fixed`, or the widest that `auto` considers.
 
     Raises:
-        UserError: when this drafter cannot use them.
+        UserError: when no drafter of this block size and vocabulary can use them.
     """
-    if not isinstance(drafter, D3DDrafter):
-        raise UserError("lookahead.mode: this is no D3D drafter, and only those draft ahead")
-    block = drafter.block_size
-    default = block if config.mode == "auto" else -(-3 * block // 4)
-    budget = Budget(config.coverage or default, config.fan_out)
-    budget.check(block, drafter.config.vocab_size)
+    default = block_size if config.mode == "auto" else -(-3 * block_size // 4)
+    coverage = config.coverage or default
+    # without a position to reject at, tokens for one make no difference
+    budget = Budget(coverage, config.fan_out if coverage > 1 else 1)
+    budget.check(block_size, vocab_size)
     return budget
 
 
+def budget_for(config: LookaheadConfig, drafter: Drafter) -> Budget:
+    """`configured_budget` of a drafter.
+
+    Raises:
+        UserError: also when it cannot draft ahead.
+    """
+    if not isinstance(drafter, D3DDrafter):
+        raise UserError("lookahead.mode: this is no D3D drafter, and only those draft ahead")
+    return configured_budget(config, drafter.block_size, drafter.config.vocab_size)
+
+
 @contextlib.contextmanager
-def lookahead_worker(config: LookaheadConfig, budget: Budget | None) -> Iterator[Lookahead]:
+def lookahead_worker(
+    config: LookaheadConfig, budget: Budget | None, *, note_outcomes: bool = False
+) -> Iterator[Lookahead]:
     """A worker on its part of the CPU threads; the calling thread has the others meanwhile.
 
     Thread pools that together exceed the cores slow each other down by far more than their share. Where the models are on
@@ -48,7 +60,7 @@ def lookahead_worker(config: LookaheadConfig, budget: Budget | None) -> Iterator
     threads = config.threads or max(1, total // 2)
     torch.set_num_threads(max(1, total - threads))
     try:
-        with Lookahead(budget, threads=threads) as lookahead:
+        with Lookahead(budget, threads=threads, cores=config.cores, note_outcomes=note_outcomes) as lookahead:
             yield lookahead
     finally:
         torch.set_num_threads(total)
@@ -72,14 +84,14 @@ class SlowedTarget(Target):
         return outputs
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass
+class DecodingRun:
     """Decoding of some documents, prompts not counted: tokens, rounds, seconds, and what the worker noted."""
 
-    tokens: int
-    rounds: int
-    seconds: float
-    stats: LookaheadStats
+    tokens: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
+    stats: LookaheadStats = field(default_factory=LookaheadStats)
 
     @property
     def tokens_per_s(self) -> float:
@@ -94,50 +106,59 @@ class Run:
         return {
             "tokens_per_s": self.tokens_per_s,
             "acceptance_length": self.acceptance_length,
+            "round_ms": 1000 * self.seconds / self.rounds,
             **self.stats.summary(),
         }
 
 
-def decode_documents(
-    target: Target,
-    serving: ServingDrafter,
-    documents: Sequence[Document],
-    lookahead: Lookahead,
-    *,
-    max_new_tokens: int,
-    eos_ids: Sequence[int] = (),
-) -> Run:
-    """Answer the documents' prompts one after another, greedily."""
-    lookahead.stats = LookaheadStats()
-    tokens = rounds = 0
-    seconds = 0.0
-    for document in documents:
-        prompt, _ = document.prompt_and_output()
-        session = DecodingSession(
-            target, prompt, sampling=SamplingParams(), max_new_tokens=max_new_tokens, eos_ids=eos_ids
-        )
-        session.prefill()
-        started = time.perf_counter()
-        while not session.finished:
-            session.step(serving, lookahead=lookahead)
-        seconds += time.perf_counter() - started
-        tokens += sum(r.committed for r in session.rounds)
-        rounds += len(session.rounds)
-    return Run(tokens, rounds, seconds, lookahead.stats)
+@dataclass(frozen=True)
+class Decoder:
+    """Answers documents' prompts greedily, one after another, with whole blocks."""
+
+    config: LookaheadConfig
+    target: Target
+    serving: ServingDrafter
+    max_new_tokens: int
+
+    def run(
+        self, budget: Budget | None, documents: Sequence[Document], into: DecodingRun | None = None
+    ) -> DecodingRun:
+        """With a worker on its part of the threads, or without one on all; added to `into`."""
+        run = DecodingRun() if into is None else into
+        worker: contextlib.AbstractContextManager[Lookahead] = Lookahead(None, note_outcomes=True)
+        if budget is not None:
+            worker = lookahead_worker(self.config, budget, note_outcomes=True)
+        with worker as lookahead:
+            for document in documents:
+                prompt, output = document.prompt_and_output()
+                session = DecodingSession(
+                    self.target,
+                    prompt,
+                    sampling=SamplingParams(),
+                    max_new_tokens=min(self.max_new_tokens, len(output)),
+                )
+                session.prefill()
+                started = time.perf_counter()
+                while not session.finished:
+                    session.step(self.serving, lookahead=lookahead)
+                run.seconds += time.perf_counter() - started
+                run.tokens += sum(r.committed for r in session.rounds)
+                run.rounds += len(session.rounds)
+            run.stats.add(lookahead.stats)
+        return run
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rounds without preparation and with the best budget, and what was foretold for every budget, fastest first.
+    """Decoding without preparation and with one budget, document by document in turn, and what was foretold.
 
-    What was foretold comes from runs before: outcomes of rounds without preparation, and times with a middling and with the
-    widest budget.
+    What was foretold, for every budget and fastest first, comes from runs before: how rounds end, and times at three budgets.
     """
 
     budget: Budget
     estimates: list[BudgetEstimate]
-    sync: Run
-    ahead: Run
+    sync: DecodingRun
+    ahead: DecodingRun
 
     @property
     def draft_s(self) -> float:
@@ -145,31 +166,38 @@ class Comparison:
         return self.sync.stats.draft_s / self.sync.stats.draft_passes
 
     @property
-    def round_gain(self) -> float:
-        """Seconds per round without preparation / with."""
-        return (self.sync.seconds / self.sync.rounds) / (self.ahead.seconds / self.ahead.rounds)
+    def foretold(self) -> BudgetEstimate:
+        """What was expected of the budget."""
+        return next(estimate for estimate in self.estimates if estimate.budget == self.budget)
 
     @property
-    def round_gain_foretold(self) -> float:
-        """The same by the estimates, with what a round takes beside its passes."""
-        (plain,) = (estimate for estimate in self.estimates if estimate.budget is None)
-        (best,) = (estimate for estimate in self.estimates if estimate.budget == self.budget)
-        whole = self.sync.seconds / self.sync.rounds
-        return whole / (whole - plain.round_s + best.round_s)
+    def plain(self) -> BudgetEstimate:
+        """What was expected without preparation."""
+        return next(estimate for estimate in self.estimates if estimate.budget is None)
+
+    @property
+    def gain(self) -> float:
+        """Tokens per second with preparation / without."""
+        return self.ahead.tokens_per_s / self.sync.tokens_per_s
+
+    @property
+    def gain_foretold(self) -> float:
+        """The same by the estimates, and with what a round takes beside its passes."""
+        rest = max(0.0, self.sync.seconds / self.sync.rounds - self.plain.round_s)
+        tokens = (self.foretold.round_s / self.foretold.token_s) / (self.plain.round_s / self.plain.token_s)
+        return tokens * (self.plain.round_s + rest) / (self.foretold.round_s + rest)
 
     def report(self) -> dict[str, Any]:
         """Figures for a result: both runs, the gain, the five fastest budgets and none."""
-        plain = [estimate for estimate in self.estimates if estimate.budget is None]
-        (mine,) = (estimate for estimate in self.estimates if estimate.budget == self.budget)
         return {
             **asdict(self.budget),
-            "pays": self.estimates[0].budget is not None,
-            "hit_rate_foretold": mine.hit_rate,
-            "round_gain": self.round_gain,
-            "round_gain_foretold": self.round_gain_foretold,
+            "pays": self.foretold.token_s < self.plain.token_s,
+            "hit_rate_foretold": self.foretold.hit_rate,
+            "gain": self.gain,
+            "gain_foretold": self.gain_foretold,
             "sync": self.sync.report(),
             "ahead": self.ahead.report(),
-            "estimates": [asdict(estimate) for estimate in [*self.estimates[:5], *plain]],
+            "estimates": [asdict(estimate) for estimate in [*self.estimates[:5], self.plain]],
         }
 
 
@@ -181,42 +209,53 @@ def compare_lookahead(
     *,
     max_new_tokens: int,
 ) -> Comparison:
-    """Estimate all budgets from three runs, and measure the configured one, or in `auto` the fastest.
+    """Estimate all budgets from a few runs, and measure the configured one, or in `auto` the fastest.
 
-    Where outcomes of rounds and times of passes are known, what a budget would bring can be counted; nothing is tried for
-    every C and F.
+    Where the ends of rounds and the times of passes are known, what a budget would bring can be counted; nothing is tried for
+    every C and F. Where the fastest is none, the best of the others is measured.
+
+    Raises:
+        UserError: when the drafter cannot draft ahead, or answers are too short to tell.
     """
-    drafter = serving.drafter
-    widest = configured_budget(config, drafter)
-
-    def measure(lookahead: Lookahead) -> Run:
-        return decode_documents(target, serving, documents, lookahead, max_new_tokens=max_new_tokens)
-
-    with Lookahead(None) as plain:
-        sync = measure(plain)
-    with lookahead_worker(config, Budget(max(1, widest.coverage // 2), 1)) as worker:
-        middle = measure(worker)
-        worker.budget = widest
-        wide = measure(worker)
-        estimates = estimate_budgets(
-            list(sync.stats.outcomes),
-            [_cost(run.stats) for run in (sync, middle, wide)],
-            full_hit_rate=wide.stats.full_hits / wide.stats.full if wide.stats.full else 0.0,
-            block_size=drafter.block_size,
-            widest=widest,
+    widest = budget_for(config, serving.drafter)
+    block_size = serving.drafter.block_size
+    decoder = Decoder(config, target, serving, max_new_tokens)
+    # what the first run does for the first time is not the look-ahead's
+    decoder.run(None, documents[:1])
+    plain = decoder.run(None, documents)
+    if not plain.stats.outcomes or not plain.stats.draft_passes:
+        raise UserError(
+            "evaluate.max_new_tokens: no round followed another, so look-ahead cannot be measured"
         )
-        best = widest
-        if config.mode == "auto":
-            best = next(estimate.budget for estimate in estimates if estimate.budget is not None)
-        worker.budget = best
-        ahead = measure(worker)
-    return Comparison(best, estimates, sync, ahead)
+    narrow, middle = Budget(1, 1), Budget(max(1, widest.coverage // 2), 1)
+    ahead = [decoder.run(budget, documents) for budget in dict.fromkeys((narrow, middle, widest))]
+    stats = ahead[-1].stats
+    estimates = estimate_budgets(
+        list(plain.stats.outcomes),
+        _cost(plain, plain),
+        [_cost(run, plain) for run in ahead],
+        full_hit_rate=stats.full_hits / stats.full if stats.full else 0.0,
+        block_size=block_size,
+        widest=widest,
+    )
+    best = widest
+    if config.mode == "auto":
+        best = next(estimate.budget for estimate in estimates if estimate.budget is not None)
+    sync, prepared = DecodingRun(), DecodingRun()
+    for document in documents:
+        decoder.run(None, [document], sync)
+        decoder.run(best, [document], prepared)
+    return Comparison(best, estimates, sync, prepared)
 
 
-def _cost(stats: LookaheadStats) -> RoundCost:
+def _cost(run: DecodingRun, plain: DecodingRun) -> RoundCost:
+    stats = run.stats
+    # a run may hit every time
+    drafting = stats if stats.draft_passes else plain.stats
     return RoundCost(
         slots=round(stats.slots / stats.passes),
         verify_s=stats.verify_s / stats.passes,
         ahead_s=stats.ahead_s / stats.passes,
-        draft_s=stats.draft_s / stats.draft_passes,
+        draft_s=drafting.draft_s / drafting.draft_passes,
+        tokens=run.acceptance_length,
     )

@@ -20,7 +20,7 @@ from drafters.lookahead import Lookahead
 from drafters.packing import Document
 from drafters.policies import FixedPolicy, LengthPolicy
 from pipeline.config import Config
-from pipeline.lookahead import configured_budget, lookahead_worker
+from pipeline.lookahead import budget_for, lookahead_worker
 from pipeline.models import TargetBundle, load_drafter_for, make_policy
 from serving_bridge.local_engine import Completion, LocalEngine, Request
 
@@ -30,17 +30,25 @@ SWAP_EVERY_S = 0.5
 
 @dataclass
 class LosslessReport:
-    """Per case (policy or swap): prompts compared, and ids of those that differed."""
+    """Per case (policy, look-ahead or swap): prompts compared, and ids of those that differed.
+
+    `prepared_rounds` of the look-ahead's case verified a block that was drafted ahead.
+    """
 
     compared: dict[str, int] = field(default_factory=dict)
     differing: dict[str, list[str]] = field(default_factory=dict)
+    prepared_rounds: int = 0
     swaps: int = 0
     requests_across_a_swap: int = 0
 
     @property
     def lossless(self) -> bool:
-        """True when something was compared, drafters were swapped meanwhile, and nothing differed."""
-        return bool(self.compared) and self.swaps > 0 and not any(self.differing.values())
+        """True when something was compared, drafters were swapped meanwhile, and nothing differed.
+
+        A look-ahead that never hit proves nothing.
+        """
+        idle = "lookahead" in self.compared and not self.prepared_rounds
+        return bool(self.compared) and self.swaps > 0 and not idle and not any(self.differing.values())
 
 
 def check_lossless(
@@ -67,38 +75,32 @@ def check_lossless(
         config.policy.name: lambda loaded: make_policy(config.policy, loaded),
     }
 
-    def compare(
-        name: str, policy: Callable[[LoadedDrafter], LengthPolicy], lookahead: Lookahead | None
-    ) -> None:
-        engine = LocalEngine(
+    def engine(directory: Path, policy: str, lookahead: Lookahead | None = None) -> LocalEngine:
+        return LocalEngine(
             bundle.target,
-            directories[-1],
-            policy=policy,
+            directory,
+            policy=policies[policy],
             eos_ids=bundle.eos_ids,
             max_running=config.serve.max_running,
             threads=torch.get_num_threads(),
             lookahead=lookahead,
         )
-        with contextlib.closing(_Closing(engine)):
-            _compare(name, _decode_all(engine, references), references, report)
 
-    for name, policy in policies.items():
-        compare(name, policy, None)
-    if config.lookahead.mode != "off":
-        drafter = load_drafter_for(directories[-1], bundle).drafter
-        with lookahead_worker(config.lookahead, configured_budget(config.lookahead, drafter)) as lookahead:
-            compare("lookahead", policies["fixed"], lookahead)
-    engine = LocalEngine(
-        bundle.target,
-        directories[0],
-        policy=policies[config.policy.name],
-        eos_ids=bundle.eos_ids,
-        max_running=config.serve.max_running,
-        threads=torch.get_num_threads(),
-    )
-    with contextlib.closing(_Closing(engine)):
-        completions = _decode_while_swapping(engine, directories, references, report)
-        _compare("hot_swap", completions, references, report)
+    for name in policies:
+        with contextlib.closing(_Closing(engine(directories[-1], name))) as serving:
+            _compare(name, _decode_all(serving.engine, references), references, report)
+    with contextlib.ExitStack() as stack:
+        lookahead = None
+        if config.lookahead.mode != "off":
+            budget = budget_for(config.lookahead, load_drafter_for(directories[-1], bundle).drafter)
+            lookahead = stack.enter_context(lookahead_worker(config.lookahead, budget))
+            with contextlib.closing(_Closing(engine(directories[-1], "fixed", lookahead))) as serving:
+                completions = _decode_all(serving.engine, references)
+                report.prepared_rounds = sum(r.prepared for c in completions for r in c.record.rounds)
+                _compare("lookahead", completions, references, report)
+        with contextlib.closing(_Closing(engine(directories[0], config.policy.name, lookahead))) as serving:
+            completions = _decode_while_swapping(serving.engine, directories, references, report)
+            _compare("hot_swap", completions, references, report)
     return report
 
 
@@ -114,6 +116,7 @@ def _fixed(length: int) -> Callable[[LoadedDrafter], LengthPolicy]:
 
 class _Closing:
     def __init__(self, engine: LocalEngine) -> None:
+        self.engine = engine
         self.close = engine.stop
 
 

@@ -95,8 +95,10 @@ def decoding_speed(
 def round_ms(bundle: TargetBundle, drafter: Drafter, document: Document, *, rounds: int = 12) -> float:
     """Median milliseconds of a round that drafts and verifies a whole block, one request, its prompt already read."""
     prompt, _ = document.prompt_and_output()
+    wanted = rounds * drafter.block_size
+    room = bundle.target.config.max_position_embeddings - len(prompt)
     session = DecodingSession(
-        bundle.target, prompt, sampling=SamplingParams(), max_new_tokens=rounds * drafter.block_size
+        bundle.target, prompt, sampling=SamplingParams(), max_new_tokens=min(wanted, room)
     )
     serving = ServingDrafter(drafter, FixedPolicy(), "measured")
     session.prefill()

@@ -281,6 +281,7 @@ def make_record(
                 verify_len=r.verify_len,
                 accepted=r.accepted,
                 draft_ids=r.draft_ids,
+                prepared=r.prepared,
             )
             for r in session.rounds
         ],

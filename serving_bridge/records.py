@@ -47,7 +47,8 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     verify_len: slots the target verified, the anchor included (1 .. block_size).
     accepted: drafts accepted (0 .. verify_len - 1).
     draft_ids: all ``block_size - 1`` drafted ids, also those beyond ``verify_len``: labels made from them are not
-        censored by the length policy that was in force. One fewer in a block that was prepared for full acceptance.
+        censored by the length policy that was in force. A prepared block may have one fewer.
+    prepared: drafted ahead, while the round before was verified; for full acceptance without sight of its bonus token.
     target_top_k: optional, per verified slot the target's best (token id, finite log-probability) pairs.
     """
 
@@ -57,6 +58,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     accepted: Position
     draft_ids: list[TokenId]
     target_top_k: list[list[tuple[TokenId, float]]] | None = None
+    prepared: bool = False
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,14 +200,9 @@ def _round_problem(this: Round, block_size: int, first: int, last: int, expected
         return f"verify_len {this.verify_len} is outside [1, {block_size}]"
     if this.accepted > this.verify_len - 1:
         return f"accepted {this.accepted} exceeds verify_len - 1 = {this.verify_len - 1}"
-    if (
-        not block_size - 2 <= len(this.draft_ids) <= block_size - 1
-        or len(this.draft_ids) < this.verify_len - 1
-    ):
-        return (
-            f"{len(this.draft_ids)} draft_ids with verify_len {this.verify_len}, "
-            f"not block_size - 1 = {block_size - 1}, or one fewer"
-        )
+    short = this.prepared and this.verify_len < block_size
+    if len(this.draft_ids) != block_size - 1 and not (short and len(this.draft_ids) == block_size - 2):
+        return f"{len(this.draft_ids)} draft_ids, not block_size - 1 = {block_size - 1}"
     if expected is not None and this.start < expected:
         return f"start {this.start} lies within the round before, which ends at {expected}"
     return None

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from drafters.branches import Budget
 from drafters.decoding import ServingDrafter
 from drafters.errors import UserError
 from drafters.packing import Document
+from drafters.policies import FixedPolicy
 from drafters.replay import replay
 from drafters.target import Target
 from pipeline.config import Config
@@ -59,7 +61,11 @@ def evaluate_drafter(config: Config, *, drafter: Path, lossless: bool = True) ->
         if lossless and config.evaluate.lossless_prompts:
             with stage.result.section("lossless"):
                 report = lossless_in_float32(config, [drafter], documents)
-            stage.result.metrics |= {"lossless": report.lossless, "lossless_prompts": report.compared}
+            stage.result.metrics |= {
+                "lossless": report.lossless,
+                "lossless_prompts": report.compared,
+                "prepared_rounds": report.prepared_rounds,
+            }
             say(f"lossless: {report.lossless} ({', '.join(f'{k} {n}' for k, n in report.compared.items())})")
             if not report.lossless:
                 say(f"differing: {report.differing}")
@@ -72,11 +78,12 @@ def evaluate_drafter(config: Config, *, drafter: Path, lossless: bool = True) ->
 def measure_lookahead(
     stage: Stage, serving: ServingDrafter, documents: Sequence[Document]
 ) -> tuple[Budget, dict[str, Any]]:
-    """The budget as configured, or as measured fastest, and what drafting ahead brings with it.
+    """The budget as configured, or as measured fastest, and what drafting ahead brings with it, whole blocks verified.
 
-    Where `auto` finds that none is worth it, the best of all budgets is returned all the same, so that it is measured and
-    checked; the report says what was chosen.
+    Where `auto` finds that none is worth it, the best of all budgets is returned all the same, so that it is measured; the
+    report says whether it pays.
     """
+    serving = replace(serving, policy=FixedPolicy())
     config, target = stage.config.lookahead, stage.bundle.target
     chosen = spread(documents, config.measure_documents)
 
@@ -101,8 +108,8 @@ def measure_lookahead(
                 f"{row['ahead']['hit_rate']:.2f}",
                 f"{row['sync']['tokens_per_s']:.1f}",
                 f"{row['ahead']['tokens_per_s']:.1f}",
-                f"{row['round_gain']:.3f}",
-                f"{row['round_gain_foretold']:.3f}",
+                f"{row['gain']:.3f}",
+                f"{row['gain_foretold']:.3f}",
             ]
             for name, row in [
                 ("as it is", report["as_is"]),

@@ -17,7 +17,7 @@ from pipeline.result import RESULT_FILE, config_of, hash_config, mark_config
 class StageRunner:
     """Runs the stages of one preset in order and remembers how long each took.
 
-    A stage whose `result.json` was written under the same config is not run again; one that left `last.ckpt` but no result
+    A stage whose `result.json` was written under the same config is not run again; one that left its progress but no result
     is resumed. What another config left in the same place is refused rather than mixed with.
     """
 
@@ -26,15 +26,18 @@ class StageRunner:
         self.seconds: dict[str, float] = {}
         self._hash = hash_config(config.dump())
 
-    def run(self, folder: str, work: Callable[[bool], Any]) -> Path:
-        """Do `work(resume)` unless it was done; returns the stage's directory."""
+    def run(self, folder: str, work: Callable[[bool], Any], *, progress: str = CHECKPOINT) -> Path:
+        """Do `work(resume)` unless it was done; returns the stage's directory.
+
+        A file named `progress` says that the stage can be resumed.
+        """
         directory = self.config.output / folder
         earlier = self._earlier(directory)
         if earlier is not None:
             say(f"{folder}: finished earlier, kept (delete {directory} to run it again)")
             self.seconds[folder] = earlier["wall_seconds"]
             return directory
-        checkpoint = directory / CHECKPOINT
+        checkpoint = directory / progress
         if checkpoint.is_file() and config_of(directory) not in (None, self._hash):
             raise UserError(
                 f"{checkpoint}: left by a run with another config; choose another --output or delete {directory}"

@@ -7,18 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
+from drafters.errors import UserError
 from drafters.prune import layers_of, remove_layer
 from drafters.replay import replay, total_acceptance_length
 from pipeline.config import Config
 from pipeline.console import say, show_table
+from pipeline.corpus import conversations
+from pipeline.lookahead import configured_budget
 from pipeline.measure import acceptance_summary
-from pipeline.models import keep_copy, load_drafter_for
+from pipeline.models import keep_copy, load_drafter_for, target_directory
 from pipeline.result import RESULT_FILE
 from pipeline.stages.context import Stage, open_stage
 from pipeline.stages.deploy import deploy_drafter
 from pipeline.stages.evaluate import evaluate_drafter, heldout_documents, write_heldout
-from pipeline.stages.prune import prune_drafter
+from pipeline.stages.prune import STATE, prune_drafter
 from pipeline.stages.regenerate import regenerate_responses
 from pipeline.stages.rerun import StageRunner
 from pipeline.stages.train import train_drafter
@@ -31,16 +35,36 @@ def run_d3d(config: Config, runner: StageRunner) -> Path:
     `<output>/result.json` holds the figures; `drafter/`, `target/` and `heldout.jsonl` are kept so that anyone can recompute
     them.
     """
+    check_d3d(config)
     show_budget(config)
     output = config.output
     trained, pruned = output / "train" / "drafter", output / "prune" / "drafter"
     runner.run("responses", lambda _: regenerate_responses(config))
     runner.run("train", lambda resume: train_drafter(config, resume=resume))
-    runner.run("prune", lambda resume: prune_drafter(config, drafter=trained, resume=resume))
+    runner.run("prune", lambda resume: prune_drafter(config, drafter=trained, resume=resume), progress=STATE)
     runner.run("deploy", lambda _: deploy_drafter(config, drafter=pruned))
     runner.run("evaluate", lambda _: evaluate_drafter(config, drafter=pruned))
     runner.run(".", lambda _: conclude_d3d(config, trained, pruned, runner.seconds))
     return output
+
+
+def check_d3d(config: Config) -> None:
+    """Refuse at the start what the run would need only near its end.
+
+    Raises:
+        UserError: naming the key.
+    """
+    if not conversations(config, "heldout"):
+        raise UserError("data.heldout: the whole run needs held-out prompts to measure on")
+    if not config.data.val_fraction:
+        raise UserError("data.val_fraction: pruning measures on validation documents, and there are none")
+    lm = AutoConfig.from_pretrained(config.drafter.model or target_directory(config))
+    if config.prune.layers is not None and config.prune.layers >= lm.num_hidden_layers:
+        raise UserError(
+            f"prune.layers: {config.prune.layers} is not below the {lm.num_hidden_layers} layers of the drafter"
+        )
+    if config.lookahead.mode != "off":
+        configured_budget(config.lookahead, config.drafter.block_size, lm.vocab_size)
 
 
 def conclude_d3d(config: Config, trained: Path, pruned: Path, times: dict[str, float]) -> Path:

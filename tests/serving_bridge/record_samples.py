@@ -7,13 +7,16 @@ from typing import Any
 from serving_bridge.records import Round, Sampling, VerificationRecord
 
 
-def make_round(start: int, accepted: int, block_size: int = 4, verify_len: int | None = None) -> Round:
+def make_round(
+    start: int, accepted: int, block_size: int = 4, verify_len: int | None = None, prepared: bool = False
+) -> Round:
     return Round(
         start=start,
         drafter_version="v1",
         verify_len=block_size if verify_len is None else verify_len,
         accepted=accepted,
         draft_ids=[100 + start + slot for slot in range(1, block_size)],
+        prepared=prepared,
     )
 
 

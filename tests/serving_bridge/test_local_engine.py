@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import threading
@@ -15,9 +16,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from drafters.branches import Budget
 from drafters.checkpoint import LoadedDrafter, file_sha256, load_drafter, save_drafter
+from drafters.d3d import D3DDrafter
+from drafters.d3d_loss import d3d_loss
 from drafters.errors import UserError
+from drafters.lookahead import Lookahead
+from drafters.objectives import LossSpec
+from drafters.packing import pack_documents
 from drafters.policies import FixedPolicy, LengthPolicy, Load
 from drafters.replay import replay, total_acceptance_length
 from drafters.verify import SamplingParams
@@ -33,8 +41,10 @@ from serving_bridge.records import (
 from serving_bridge.server import DraftServer, SwapError
 from serving_bridge.transport import BufferedWriter
 from tests.serving_bridge.tiny_serving import (
+    BLOCK_SIZE,
     NEW_TOKENS,
     PATIENCE,
+    VOCAB,
     Gate,
     Scene,
     greedy,
@@ -189,6 +199,57 @@ def test_swapping_all_the_time_changes_nothing_in_the_output(
     assert [c.output_ids for c in completions] == llama.outputs * 2
     assert swaps > 1
     assert any(len(set(versions(c.record))) == 2 for c in completions)
+
+
+def test_drafting_ahead_while_drafters_are_swapped(
+    llama: Scene, start: Callable[..., LocalEngine], tmp_path: Path
+) -> None:
+    """Two D3D drafters of the target's own weights, one of them learnt a little, four requests at a time."""
+    config = copy.deepcopy(llama.target.config)
+    config.d3d_config = {"block_size": BLOCK_SIZE, "mask_token_id": VOCAB - 1}
+    directories = []
+    for name, steps in (("a", 30), ("b", 5)):
+        lm = AutoModelForCausalLM.from_config(config).float()
+        lm.load_state_dict(llama.target.model.state_dict())
+        drafter = D3DDrafter(lm)
+        optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+        batch = pack_documents(llama.documents, anchors_per_document=0, anchor_source="all")
+        for _ in range(steps):
+            optimizer.zero_grad()
+            d3d_loss(drafter(batch), drafter.head_VH, batch, LossSpec()).value.backward()
+            optimizer.step()
+        identity = llama.target.identity
+        directories.append(
+            save_drafter(
+                tmp_path / name, drafter, identity=identity, drafter_version=name, dtype=torch.float32
+            )
+        )
+    log, swaps, done = Records(), 0, threading.Event()
+    with Lookahead(Budget(BLOCK_SIZE, 2)) as lookahead:
+        engine = start(replace(llama, first=directories[0]), writer=log, max_running=4, lookahead=lookahead)
+
+        def keep_swapping() -> None:
+            nonlocal swaps
+            while not done.wait(0.02):
+                swaps += 1
+                engine.swap(directories[swaps % 2])
+
+        swapper = threading.Thread(target=keep_swapping)
+        swapper.start()
+        try:
+            completions = results([f for _ in range(2) for f in submit_all(engine, llama)])
+        finally:
+            done.set()
+            swapper.join(PATIENCE)
+        engine.stop()
+    assert [c.output_ids for c in completions] == llama.outputs * 2
+    assert swaps > 1 and any(len(set(versions(c.record))) == 2 for c in completions)
+    rounds = [r for record in log.taken for r in record.rounds]
+    # a swap drops what the old drafter had prepared
+    assert 1 < sum(r.prepared for r in rounds) <= lookahead.stats.hits
+    assert any(not r.prepared for r in rounds)
+    for record in log.taken:
+        assert decode(encode(record)) == record
 
 
 def rewrite(directory: Path, **files: Any) -> None:

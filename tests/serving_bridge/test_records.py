@@ -180,12 +180,19 @@ def test_tokens_between_rounds_are_those_that_no_round_committed() -> None:
     assert committed_tokens(record) == 3 + 1
 
 
+def test_a_prepared_block_may_lack_its_last_draft() -> None:
+    record = make_record(block_size=5, rounds=[make_round(3, 2, prepared=True)])
+    assert decode(encode(record)) == record and record.rounds[0].prepared
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
         (make_record(output_ids=[], rounds=[]), "output_ids is empty"),
         (make_record(block_size=0, rounds=[]), "block_size"),
         (make_record(block_size=5), "draft_ids"),
+        (make_record(block_size=6, rounds=[make_round(3, 2, prepared=True)]), "draft_ids"),
+        (make_record(block_size=5, rounds=[make_round(3, 2, verify_len=5, prepared=True)]), "draft_ids"),
         (make_record(rounds=[make_round(2, 0)]), "start 2 is outside the output [3, 9]"),
         (make_record(rounds=[make_round(10, 0)]), "start 10 is outside the output [3, 9]"),
         (make_record(rounds=[make_round(3, 0, verify_len=0)]), "verify_len 0"),
