@@ -29,10 +29,9 @@ MODEL_CONFIG = "sglang.srt.configs.model_config.ModelConfig"
 CAPTURE = (
     "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state._resolve_dflash_aux_hidden_state"
 )
-EMBEDDING = "sglang.srt.speculative.dflash_worker_v2._resolve_dflash_embedding_module"
 
 
-def register_d3d(after: Any, around: Any) -> list[tuple[str, Callable[..., Any], Any]]:
+def register_d3d(after: Any) -> list[tuple[str, Callable[..., Any], Any]]:
     """Make the algorithm known and return the hooks it needs."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -43,7 +42,6 @@ def register_d3d(after: Any, around: Any) -> list[tuple[str, Callable[..., Any],
     return [
         (f"{MODEL_CONFIG}._config_draft_model", after_draft_config, after),
         (CAPTURE, after_capture, after),
-        (EMBEDDING, around_embedding, around),
     ]
 
 
@@ -88,13 +86,6 @@ def after_capture(result: None, *, config: Any, spec_algorithm: Any, **kwargs: A
     if getattr(spec_algorithm, "name", None) == ALGORITHM:
         config.dflash_use_aux_hidden_state = False
         config.dflash_target_layer_ids = None
-
-
-def around_embedding(resolve: Callable[[Any, Any], Any], draft_model: Any, target_model: Any) -> Any:
-    """The module that embeds a block."""
-    if getattr(draft_model, "owns_vocabulary", False):
-        return draft_model.get_input_embeddings()
-    return resolve(draft_model, target_model)
 
 
 def checked_block_size(server_args: Any, config: Any) -> int:
@@ -165,15 +156,13 @@ def _worker_class() -> type:
 
     from serving_bridge.sglang_plugin.d3d_models import CommittedRows
 
-    class D3DWorker(DFlashWorkerV2):  # type: ignore[misc]
-        """DFLASH's worker with the drafter's own reading, embedding and head."""
+    class D3DWorker(DFlashWorkerV2):
+        """DFLASH's worker with the drafter's own reading and head."""
 
         def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
             runner = target_worker.model_runner
             check_target(runner.model_config, runner.spec_aux_config.draft_model_config)
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
-            # of the target's embedding, which some targets scale
-            self._noise_embed_scale = 1.0
             self._batch: Any = None
             self._block: Any = None
             self._committed_rows = CommittedRows(
@@ -185,6 +174,8 @@ def _worker_class() -> type:
             self._run_draft = self.draft_model_runner.forward
 
             def fill_and_keep(forward_batch: Any, *more: Any, **keywords: Any) -> Any:
+                # made with the target's embedding
+                forward_batch.input_embeds = None
                 # as it was before the pass, which may pad it
                 self._block = copy.copy(forward_batch)
                 return self._run_draft(forward_batch, *more, **keywords)
@@ -223,7 +214,6 @@ def _worker_class() -> type:
             """[R·B] rows of the verified blocks, in the slots that held their masks."""
             rows = self._block
             rows.input_ids = self._draft_block_tokens_buf[: rows.batch_size].flatten()
-            rows.input_embeds = None
             rows.spec_info = self._committed_rows
             return rows
 

@@ -26,7 +26,6 @@ class CommittedRows(DFlashVerifyInput):
 class BlockDrafter:
     """What SGLang's DFLASH worker asks of a draft model, for a causal LM with an embedding and a head of its own."""
 
-    owns_vocabulary = True
     candidate_selector = None
     lilicorr = None
     supports_fused_context_kv = False
@@ -61,11 +60,11 @@ class BlockDrafter:
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden_LH)
 
 
-class D3DLlamaForCausalLM(BlockDrafter, LlamaForCausalLM):  # type: ignore[misc]
+class D3DLlamaForCausalLM(BlockDrafter, LlamaForCausalLM):
     """A Llama that drafts blocks."""
 
 
-class D3DQwen3ForCausalLM(BlockDrafter, Qwen3ForCausalLM):  # type: ignore[misc]
+class D3DQwen3ForCausalLM(BlockDrafter, Qwen3ForCausalLM):
     """A Qwen3 that drafts blocks."""
 
 

@@ -89,7 +89,7 @@ class Bridge:
         from serving_bridge.sglang_plugin.d3d import register_d3d
 
         table += register_adaflash(self, before, after)
-        table += register_d3d(after, around)
+        table += register_d3d(after)
         for target, hook, kind in table:
             HookRegistry.register(target, hook, kind)
             self.targets.append(target)

@@ -14,7 +14,6 @@ from drafters.errors import UserError
 from serving_bridge.sglang_plugin.d3d import (
     after_capture,
     after_draft_config,
-    around_embedding,
     check_target,
     checked_block_size,
 )
@@ -114,12 +113,6 @@ def test_nothing_of_the_target_is_captured() -> None:
         config = SimpleNamespace(dflash_use_aux_hidden_state=True, dflash_target_layer_ids=[0])
         after_capture(None, config=config, spec_algorithm=SimpleNamespace(name=name), is_draft_worker=False)
         assert config.dflash_use_aux_hidden_state is captures
-
-
-def test_a_drafter_with_a_vocabulary_of_its_own_embeds_its_blocks() -> None:
-    own = SimpleNamespace(owns_vocabulary=True, get_input_embeddings=lambda: "own")
-    assert around_embedding(lambda draft, target: target, own, "target's") == "own"
-    assert around_embedding(lambda draft, target: target, SimpleNamespace(), "target's") == "target's"
 
 
 @pytest.mark.parametrize("tied", [False, True])
