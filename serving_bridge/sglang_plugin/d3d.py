@@ -9,7 +9,7 @@ A verified block is read as a whole: what follows the accepted drafts in it lies
 overwrites it, and rows before it do not see it. Every committed token is in the drafter's cache once its round ends, so
 cached prefixes are as good to the drafter as to the target.
 
-Shapes: R requests, B block size, L rows of a pass, H hidden.
+Shapes: R requests, B block size.
 """
 
 from __future__ import annotations

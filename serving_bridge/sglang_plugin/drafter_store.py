@@ -303,7 +303,7 @@ class DrafterStore:
         if self._config is None:
             return
         expected, found = self._config, json.loads((directory / "config.json").read_text())
-        for key in SHAPE_KEYS:
+        for key in (*SHAPE_KEYS, *(LM_KEYS if expected.get("d3d_config") else ())):
             if expected.get(key) != found.get(key):
                 raise SwapRefused(
                     f"{directory}: {key} is {found.get(key)}, the served drafter has {expected.get(key)}; "
@@ -331,8 +331,6 @@ SHAPE_KEYS = (
     "block_size",
     "dflash_config",
     "d3d_config",
-    "tie_word_embeddings",
-    "attention_bias",
     "rope_theta",
     "rope_scaling",
     "layer_types",
@@ -340,6 +338,9 @@ SHAPE_KEYS = (
     "hidden_act",
 )
 """Of `config.json`: what the engine built its draft model from and cannot change while it runs."""
+
+LM_KEYS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+"""More of them for a drafter that is a whole language model; a DFlash drafter's file may leave them out."""
 
 
 def checked_module(model: nn.Module) -> Loadable:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from drafters.checkpoint import save_drafter
 from drafters.d3d import D3DDrafter
 from drafters.errors import UserError
 from serving_bridge.sglang_plugin.d3d import (
@@ -17,7 +20,8 @@ from serving_bridge.sglang_plugin.d3d import (
     check_target,
     checked_block_size,
 )
-from serving_bridge.sglang_plugin.drafter_store import engine_weights
+from serving_bridge.sglang_plugin.drafter_store import DrafterStore, engine_weights, read_served
+from tests.serving_bridge.swap_samples import IDENTITY, order
 
 D3D_CONFIG = {"block_size": 4, "mask_token_id": 31}
 
@@ -115,8 +119,7 @@ def test_nothing_of_the_target_is_captured() -> None:
         assert config.dflash_use_aux_hidden_state is captures
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_an_engine_gets_the_weights_by_their_names_in_the_checkpoint(tied: bool) -> None:
+def tiny_d3d(tied: bool) -> D3DDrafter:
     config = LlamaConfig(
         vocab_size=32,
         hidden_size=16,
@@ -129,8 +132,31 @@ def test_an_engine_gets_the_weights_by_their_names_in_the_checkpoint(tied: bool)
         tie_word_embeddings=tied,
     )
     config.d3d_config = D3D_CONFIG
-    drafter = D3DDrafter(AutoModelForCausalLM.from_config(config))
-    weights = dict(engine_weights(drafter))
-    assert ("lm_head.weight" in weights) is not tied
-    assert "model.layers.0.self_attn.q_proj.weight" in weights
-    assert torch.equal(weights["model.embed_tokens.weight"], drafter.lm.get_input_embeddings().weight)
+    return D3DDrafter(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_engine_gets_the_weights_by_their_names_in_the_checkpoint(tied: bool, tmp_path: Path) -> None:
+    drafter = tiny_d3d(tied)
+    place = save_drafter(
+        tmp_path / "v1", drafter, identity=IDENTITY, drafter_version="v1", dtype=torch.float32
+    )
+    weights, saved = dict(engine_weights(drafter)), load_file(place / "model.safetensors")
+    assert weights.keys() == saved.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in saved.items())
+
+
+def test_a_head_of_its_own_is_not_loaded_into_a_model_that_ties_it(tmp_path: Path) -> None:
+    for name, tied in (("tied", True), ("untied", False)):
+        save_drafter(tmp_path / name, tiny_d3d(tied), identity=IDENTITY, drafter_version=name)
+    for served, other in (("tied", "untied"), ("untied", "tied")):
+        store = DrafterStore(
+            tiny_d3d(served == "tied").lm,
+            read_served(str(tmp_path / served), ""),
+            swap_root=str(tmp_path),
+            max_bytes=2**20,
+        )
+        assert store.handle(order("stage", tmp_path / other))[0]
+        store.wait_staged()
+        done, reason = store.handle(order("commit", tmp_path / other))
+        assert not done and "tie_word_embeddings" in reason

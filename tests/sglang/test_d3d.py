@@ -16,7 +16,7 @@ import torch
 
 from drafters.checkpoint import load_drafter, save_drafter
 from serving_bridge.records import VerificationRecord, acceptance_length
-from serving_bridge.server import SwapError
+from serving_bridge.server import ServerLost, SwapError
 from serving_bridge.sglang_process import running_server
 from tests.serving_bridge.tiny_serving import BLOCK_SIZE, tiny_drafter
 from tests.sglang.d3d_scene import make_d3d_scene, own_logits
@@ -199,3 +199,12 @@ def test_nothing_is_missing(d3d: D3DSite, records: dict[str, VerificationRecord]
     assert (status["verify"], status["block_size"]) == ("static", BLOCK_SIZE)
     assert status["records"]["dropped"] == 0
     assert status["records"]["written"] >= len(records)
+
+
+def test_dflash_says_what_serves_a_d3d_drafter(tmp_path: Path) -> None:
+    scene = make_d3d_scene(tmp_path / "scene", "llama", CONTEXT)
+    scene.target.model.save_pretrained(tmp_path / "target")
+    site, log = Site(tmp_path, scene, tmp_path / "target", "DFLASH"), tmp_path / "server.log"
+    with pytest.raises(ServerLost), running_server(site.launch, log):
+        pass
+    assert "a D3D drafter; start with --speculative-algorithm D3D" in log.read_text()
