@@ -406,8 +406,9 @@ class LaunchConfig(Section):
     python: str = Field("python", description="Interpreter of the environment that SGLang is installed in.")
     model: str | None = Field(None, description="Directory or hub name of the target; null: target.model.")
     preset: Literal["cuda", "cpu"] = Field("cuda", description="cpu: for tests and demos, on one machine.")
-    algorithm: Literal["DFLASH", "ADAFLASH"] = Field(
-        "ADAFLASH", description="ADAFLASH verifies as much of a block as the length head finds worth it."
+    algorithm: Literal["DFLASH", "ADAFLASH", "D3D"] = Field(
+        "ADAFLASH",
+        description="ADAFLASH verifies as much of a block as the length head finds worth it; D3D serves d3d drafters.",
     )
     verify: Literal["auto", "compact", "static"] = Field(
         "auto", description="compact: one packed pass of Σ verify_len rows; static: whole blocks."

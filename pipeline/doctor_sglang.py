@@ -62,13 +62,14 @@ def plugin_checks(status: dict[str, Any]) -> list[Check]:
     drafter = status["drafter"] or {}
     checks.append(Check("drafter", "ok", str(drafter.get("drafter_version")), _swaps(drafter)))
     checks.append(_records(status))
-    compact = status["verify"] == "compact"
+    # of a D3D drafter whole blocks are verified, and that is all there is
+    settled = status["verify"] == "compact" or status.get("algorithm") == "D3D"
     checks.append(
         Check(
             "verification",
-            "ok" if compact else "warn",
+            "ok" if settled else "warn",
             str(status["verify"]),
-            "" if compact else "whole blocks are verified; ADAFLASH with a length head would verify less",
+            "" if settled else "whole blocks are verified; ADAFLASH with a length head would verify less",
         )
     )
     if not status["sampling_verified"]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drafters.checkpoint import MANIFEST
 from drafters.errors import UserError
 from pipeline.config import Config
 from serving_bridge.server import SwapError
@@ -72,6 +74,12 @@ def launch_of(config: Config, drafter: Path, model: str) -> Launch:
         UserError: naming the key that does not fit.
     """
     settings, launch, policy = config.sglang, config.sglang.launch, config.policy
+    if (drafter / MANIFEST).is_file():
+        family = json.loads((drafter / MANIFEST).read_text()).get("family", "dflash")
+        if (family == "d3d") != (launch.algorithm == "D3D"):
+            raise UserError(
+                f"sglang.launch.algorithm: {launch.algorithm} does not serve drafters of family {family}"
+            )
     length = LengthSettings(
         gamma=policy.gamma,
         gamma_by_load={str(load): gamma for load, gamma in policy.gamma_by_load.items()},

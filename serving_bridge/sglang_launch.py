@@ -37,7 +37,7 @@ class Launch:
     drafter: Path
     settings: PluginSettings
     preset: Literal["cuda", "cpu"] = "cuda"
-    algorithm: Literal["DFLASH", "ADAFLASH"] = "ADAFLASH"
+    algorithm: Literal["DFLASH", "ADAFLASH", "D3D"] = "ADAFLASH"
     host: str = "127.0.0.1"
     port: int = 30000
     api_key: str | None = None

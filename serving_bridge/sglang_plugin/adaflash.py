@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drafters.policies import AdaFlashPolicy, Load
+from serving_bridge.sglang_plugin.family import family_class
 from serving_bridge.sglang_plugin.packing import packed_rows, scatter_rows
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def register_adaflash(bridge: Bridge, before: Any, after: Any) -> list[tuple[str
     """Make the algorithm known and return the hooks it needs."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    @SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=True, spec_class=_spec_class())
+    @SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=True, spec_class=family_class())
     def worker_class(server_args: Any) -> type:
         return _worker_class(bridge)
 
@@ -85,50 +86,6 @@ def pack_verify_input(verify_input: Any, batch: Any, lengths: list[int]) -> None
     verify_input.positions = verify_input.positions[rows]
     batch.out_cache_loc = batch.out_cache_loc[rows]
     verify_input.kv_loc_cols = rows
-
-
-def _spec_class() -> type:
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
-
-    class AdaFlashAlgorithm(CustomSpecAlgo):
-        """To SGLang, a member of the DFLASH family."""
-
-        def is_dflash(self) -> bool:
-            return True
-
-        def is_dflash_family(self) -> bool:
-            return True
-
-        def supports_target_verify_for_draft(self) -> bool:
-            return True
-
-        def supports_prefill_shared_read_done(self) -> bool:
-            return True
-
-        def supports_mixed_chunk(self) -> bool:
-            return True
-
-        def supports_grammar_overlap(self) -> bool:
-            return True
-
-        def handle_server_args(self, server_args: Any) -> None:
-            from sglang.srt.arg_groups import speculative_hook
-
-            speculative_hook._handle_dflash(server_args)
-
-        # three more that SGLang asks of every algorithm, though its base class for custom ones lacks them
-
-        def create_future_map(self, *args: Any, **kwargs: Any) -> Any:
-            return SpeculativeAlgorithm.DFLASH.create_future_map(*args, **kwargs)
-
-        def need_topk(self) -> bool:
-            return False
-
-        def carries_draft_hidden_states(self) -> bool:
-            return False
-
-    return AdaFlashAlgorithm
 
 
 def _worker_class(bridge: Bridge) -> type:

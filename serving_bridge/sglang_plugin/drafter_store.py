@@ -23,7 +23,9 @@ import torch
 from torch import nn
 
 from drafters.checkpoint import MANIFEST, LoadedDrafter, load_drafter
+from drafters.d3d import D3DDrafter
 from drafters.errors import UserError
+from drafters.fill import Drafter
 from drafters.length_head import LengthHead
 
 _log = logging.getLogger(__name__)
@@ -237,7 +239,7 @@ class DrafterStore:
         loaded = staging.loaded
         problem = None
         try:
-            self.model.load_weights(list(loaded.drafter.state_dict().items()))
+            self.model.load_weights(engine_weights(loaded.drafter))
             self._after_load()
         except Exception as error:
             problem = f"loading failed: {type(error).__name__}: {error}"
@@ -301,7 +303,7 @@ class DrafterStore:
         if self._config is None:
             return
         expected, found = self._config, json.loads((directory / "config.json").read_text())
-        for key in SHAPE_KEYS:
+        for key in (*SHAPE_KEYS, *(LM_KEYS if expected.get("d3d_config") else ())):
             if expected.get(key) != found.get(key):
                 raise SwapRefused(
                     f"{directory}: {key} is {found.get(key)}, the served drafter has {expected.get(key)}; "
@@ -309,7 +311,16 @@ class DrafterStore:
                 )
 
 
+def engine_weights(drafter: Drafter) -> list[tuple[str, torch.Tensor]]:
+    """Weights by the names in the checkpoint, which is what an engine's `load_weights` knows."""
+    if isinstance(drafter, D3DDrafter):
+        # of a head tied to its embedding the checkpoint has one, and so have the parameters
+        return [(name, parameter.detach()) for name, parameter in drafter.lm.named_parameters()]
+    return list(drafter.state_dict().items())
+
+
 SHAPE_KEYS = (
+    "model_type",
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -319,6 +330,7 @@ SHAPE_KEYS = (
     "vocab_size",
     "block_size",
     "dflash_config",
+    "d3d_config",
     "rope_theta",
     "rope_scaling",
     "layer_types",
@@ -326,6 +338,9 @@ SHAPE_KEYS = (
     "hidden_act",
 )
 """Of `config.json`: what the engine built its draft model from and cannot change while it runs."""
+
+LM_KEYS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+"""More of them for a drafter that is a whole language model; a DFlash drafter's file may leave them out."""
 
 
 def checked_module(model: nn.Module) -> Loadable:

@@ -86,8 +86,10 @@ class Bridge:
                 (f"{BATCH}.retract_decode", self.before_retract, before),
             ]
         from serving_bridge.sglang_plugin.adaflash import register_adaflash
+        from serving_bridge.sglang_plugin.d3d import register_d3d
 
         table += register_adaflash(self, before, after)
+        table += register_d3d(after)
         for target, hook, kind in table:
             HookRegistry.register(target, hook, kind)
             self.targets.append(target)
@@ -112,7 +114,7 @@ class Bridge:
             )
         if self.attached is None:
             raise RuntimeError(
-                "draftsmith: the server runs no DFLASH or ADAFLASH drafter, so nothing would be logged; add "
+                "draftsmith: the server runs no DFLASH, ADAFLASH or D3D drafter, so nothing would be logged; add "
                 "--speculative-algorithm and --speculative-draft-model-path, or unset DRAFTSMITH_SGLANG"
             )
         _log.info("draftsmith: %d hooks applied, %s", len(self.targets), self.status())
@@ -318,6 +320,7 @@ class Bridge:
             "pid": os.getpid(),
             "hooks": len(self.targets),
             "missing_hooks": self.missing_hooks(),
+            "algorithm": None if attached is None else str(attached.worker.server_args.speculative_algorithm),
             "drafter": None if attached is None else attached.store.status(),
             "block_size": None if attached is None else int(attached.worker.block_size),
             "target_id": None if attached is None else attached.store.served.target_id,

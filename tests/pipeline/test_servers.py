@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,6 +145,17 @@ def test_a_launch_follows_the_configuration(tmp_path: Path, monkeypatch: pytest.
     assert words[words.index("--port") + 1] == "31000"
     assert words[words.index("--admin-api-key") + 1] == "secret"
     assert "secret" not in launch.shown()
+
+
+def test_a_drafter_is_launched_by_an_algorithm_of_its_family(tmp_path: Path) -> None:
+    drafter = tmp_path / "d"
+    drafter.mkdir()
+    for family, algorithm, other in (("d3d", "D3D", "ADAFLASH"), ("dflash", "DFLASH", "D3D")):
+        (drafter / "manifest.json").write_text(json.dumps({"family": family}))
+        fitting = config(tmp_path, launch={"algorithm": algorithm})
+        assert launch_of(fitting, drafter, "model").algorithm == algorithm
+        with pytest.raises(UserError, match=rf"{other} does not serve drafters of family {family}"):
+            launch_of(config(tmp_path, launch={"algorithm": other}), drafter, "model")
 
 
 @pytest.mark.parametrize(
