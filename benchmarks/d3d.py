@@ -5,8 +5,9 @@
     python benchmarks/d3d.py lookahead --run outputs/d3d --slowdowns 4 8 16
 
 Needs the output of `make demo-d3d`, whose responses all variants learn from and are judged by. Each variant is trained in turn,
-for equal steps (`families`: equal minutes), once for each seed; τ is replayed on the held-out prompts. Differences are paired by
-prompt against the first variant, seeds pooled. Results and a plot go below `--out`.
+for equal steps (`families`: equal minutes), once for each seed; τ is replayed on the held-out prompts. Intervals are over
+prompts, each with all its seeds; differences are paired by prompt against the first variant; the spread of the seeds is printed
+beside. Results and a plot go below `--out`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import argparse
 import json
 import shutil
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,13 +26,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafters.branches import Budget
 from drafters.decoding import ServingDrafter
-from drafters.lookahead import Lookahead
 from drafters.policies import FixedPolicy
-from drafters.replay import ReplayResult, replay
+from drafters.replay import ReplayResult, replay, total_acceptance_length
+from drafters.target import Target
 from pipeline.bootstrap import bootstrap_ratio, paired_bootstrap_ratio
 from pipeline.config import Config, load_config
 from pipeline.corpus import load_documents
-from pipeline.lookahead import SlowedTarget, decode_documents, lookahead_worker
+from pipeline.lookahead import Decoder, DecodingRun, SlowedTarget
 from pipeline.models import load_drafter_for, load_target
 from pipeline.result import RESULT_FILE, write_json
 from pipeline.stages.evaluate import spread
@@ -67,7 +67,7 @@ def init(args: argparse.Namespace) -> list[Variant]:
 
 
 def families(args: argparse.Namespace) -> list[Variant]:
-    """D3D against DFlash in equal minutes; D3D whole and shallow, DFlash as the quickstart has it."""
+    """In equal minutes: D3D whole, D3D with as many layers as DFlash, and DFlash as the quickstart has it."""
     minutes = [f"train.max_minutes={args.minutes}", "train.steps=100000", "train.optim.schedule=constant"]
     dflash = [
         "drafter.family=dflash",
@@ -78,7 +78,7 @@ def families(args: argparse.Namespace) -> list[Variant]:
     dflash += ["train.optim.lr=1e-3", "train.feature_cache_mib=1024"]
     return [
         Variant("d3d, 30 layers", minutes),
-        Variant("d3d, 12 layers", [*minutes, f"drafter.model={shallow(args, 12)}"]),
+        Variant("d3d, 6 layers", [*minutes, f"drafter.model={shallow(args, 6)}"]),
         Variant("dflash, 6 layers", [*minutes, *dflash]),
     ]
 
@@ -101,34 +101,32 @@ def shallow(args: argparse.Namespace, depth: int) -> Path:
 def compare(args: argparse.Namespace, variants: Sequence[Variant]) -> dict[str, Any]:
     """Train and judge every variant."""
     rows: list[dict[str, Any]] = []
-    base: list[ReplayResult] = []
+    base: tuple[list[int], list[int]] | None = None
     for variant in variants:
-        results: list[ReplayResult] = []
-        steps, cpu, taus, parameters = [], [], [], 0
+        of_seeds: list[list[ReplayResult]] = []
+        stages: list[dict[str, Any]] = []
+        parameters = 0
         for seed in args.seeds:
             output = args.out / f"{variant.name.replace(' ', '-').replace(',', '')}-{seed}"
             config = variant_config(args, variant, output, seed)
-            started = time.process_time()
-            directory = output / "train" / "drafter"
             if not (output / "train" / RESULT_FILE).exists():
-                directory = train_drafter(config)
-            cpu.append(time.process_time() - started)
+                train_drafter(config)
+            stages.append(json.loads((output / "train" / RESULT_FILE).read_text()))
             bundle = load_target(config)
+            directory = output / "train" / "drafter"
             drafter = load_drafter_for(directory, bundle, dtype=bundle.target.dtype).drafter
             parameters = sum(p.numel() for p in drafter.parameters())
             documents = load_documents(config, "heldout", bundle.target.identity)
-            of_seed = [r for r in replay(drafter, bundle.target, documents) if r.rounds]
-            taus.append(sum(r.committed for r in of_seed) / sum(r.rounds for r in of_seed))
-            results += of_seed
-            steps.append(json.loads((output / "train" / RESULT_FILE).read_text())["metrics"]["steps"])
-        base = base or results
-        interval = bootstrap_ratio([r.committed for r in results], [r.rounds for r in results])
-        difference = paired_bootstrap_ratio(
-            [r.committed for r in base],
-            [r.rounds for r in base],
-            [r.committed for r in results],
-            [r.rounds for r in results],
-        )
+            of_seeds.append([r for r in replay(drafter, bundle.target, documents) if r.rounds])
+        # a prompt counts once, with all its seeds: they are not independent
+        committed = [sum(r.committed for r in of_prompt) for of_prompt in zip(*of_seeds, strict=True)]
+        rounds = [sum(r.rounds for r in of_prompt) for of_prompt in zip(*of_seeds, strict=True)]
+        base = base or (committed, rounds)
+        interval = bootstrap_ratio(committed, rounds)
+        difference = paired_bootstrap_ratio(*base, committed, rounds)
+        taus = [total_acceptance_length(results) for results in of_seeds]
+        steps = statistics.fmean(stage["metrics"]["steps"] for stage in stages)
+        cpu = statistics.fmean(stage["cpu_seconds"] for stage in stages)
         rows.append(
             {
                 "variant": variant.name,
@@ -136,16 +134,16 @@ def compare(args: argparse.Namespace, variants: Sequence[Variant]) -> dict[str, 
                 "tau": asdict(interval),
                 "difference": asdict(difference),
                 "tau_by_seed": taus,
-                "steps": statistics.fmean(steps),
-                "cpu_s": statistics.fmean(cpu),
+                "steps": steps,
+                "cpu_s": cpu,
                 "parameters_m": parameters / 1e6,
             }
         )
         print(
             f"{variant.name:18} tau {interval.point:.3f} [{interval.low:.3f}, {interval.high:.3f}]  "
             f"by seed {' '.join(f'{tau:.3f}' for tau in taus)}  difference {difference.point:+.3f} "
-            f"[{difference.low:+.3f}, {difference.high:+.3f}]  {statistics.fmean(steps):.0f} steps  "
-            f"{statistics.fmean(cpu):.0f} CPU-s  {parameters / 1e6:.0f} M",
+            f"[{difference.low:+.3f}, {difference.high:+.3f}]  {steps:.0f} steps  {cpu:.0f} CPU-s  "
+            f"{parameters / 1e6:.0f} M",
             flush=True,
         )
     return {"rows": rows}
@@ -177,39 +175,36 @@ def lookahead(args: argparse.Namespace) -> dict[str, Any]:
     documents = spread(load_documents(config, "heldout", bundle.target.identity), args.documents)
     block = loaded.drafter.block_size
 
-    def decode(target: Any, worker: Lookahead) -> Any:
-        return decode_documents(target, serving, documents, worker, max_new_tokens=args.tokens)
+    def decode(target: Target, budget: Budget | None) -> DecodingRun:
+        return Decoder(config.lookahead, target, serving, args.tokens).run(budget, documents)
 
-    with Lookahead(None) as plain:
-        decode(bundle.target, plain)
-        draft_s = plain.stats.draft_s / plain.stats.draft_passes
+    decode(bundle.target, None)
+    plain = decode(bundle.target, None).stats
+    draft_s = plain.draft_s / plain.draft_passes
     rows: list[dict[str, Any]] = []
     for slowdown in args.slowdowns:
         target = SlowedTarget(bundle.target, slowdown * draft_s)
-        with Lookahead(None) as plain:
-            sync = decode(target, plain)
+        sync = decode(target, None)
         rows.append({"slowdown": slowdown, "coverage": None, "fan_out": None, **sync.report()})
         print(f"target {slowdown:g} x drafter: {sync.tokens_per_s:.2f} tokens/s without", flush=True)
-        with lookahead_worker(config.lookahead, None) as worker:
-            for coverage in range(2, block + 1, 2):
-                for fan_out in args.fan_outs:
-                    worker.budget = Budget(coverage, fan_out)
-                    run = decode(target, worker)
-                    rows.append(
-                        {
-                            "slowdown": slowdown,
-                            "coverage": coverage,
-                            "fan_out": fan_out,
-                            "gain": run.tokens_per_s / sync.tokens_per_s,
-                            **run.report(),
-                        }
-                    )
-                    print(
-                        f"  C {coverage} F {fan_out}: hit rate {run.stats.hit_rate:.2f}, "
-                        f"{run.tokens_per_s / sync.tokens_per_s:.3f} of that speed, tau "
-                        f"{run.acceptance_length:.2f}, preparing {run.report()['ahead_ms']:.0f} ms",
-                        flush=True,
-                    )
+        for coverage in range(2, block + 1, 2):
+            for fan_out in args.fan_outs:
+                run = decode(target, Budget(coverage, fan_out))
+                gain = run.tokens_per_s / sync.tokens_per_s
+                rows.append(
+                    {
+                        "slowdown": slowdown,
+                        "coverage": coverage,
+                        "fan_out": fan_out,
+                        "gain": gain,
+                        **run.report(),
+                    }
+                )
+                print(
+                    f"  C {coverage} F {fan_out}: hit rate {run.stats.hit_rate:.2f}, {gain:.3f} of that speed, tau "
+                    f"{run.acceptance_length:.2f}, preparing {run.report()['ahead_ms']:.0f} ms",
+                    flush=True,
+                )
     return {"draft_ms": 1000 * draft_s, "rows": rows}
 
 
