@@ -34,7 +34,7 @@ from pipeline.config import Config, load_config
 from pipeline.corpus import load_documents
 from pipeline.lookahead import Decoder, DecodingRun, SlowedTarget
 from pipeline.models import load_drafter_for, load_target
-from pipeline.result import RESULT_FILE, write_json
+from pipeline.result import RESULT_FILE, hash_config, write_json
 from pipeline.stages.evaluate import spread
 from pipeline.stages.train import train_drafter
 
@@ -109,9 +109,7 @@ def compare(args: argparse.Namespace, variants: Sequence[Variant]) -> dict[str, 
         for seed in args.seeds:
             output = args.out / f"{variant.name.replace(' ', '-').replace(',', '')}-{seed}"
             config = variant_config(args, variant, output, seed)
-            if not (output / "train" / RESULT_FILE).exists():
-                train_drafter(config)
-            stages.append(json.loads((output / "train" / RESULT_FILE).read_text()))
+            stages.append(trained_stage(config))
             bundle = load_target(config)
             directory = output / "train" / "drafter"
             drafter = load_drafter_for(directory, bundle, dtype=bundle.target.dtype).drafter
@@ -146,7 +144,17 @@ def compare(args: argparse.Namespace, variants: Sequence[Variant]) -> dict[str, 
             f"{parameters / 1e6:.0f} M",
             flush=True,
         )
-    return {"rows": rows}
+    return {"rows": rows, **{key: stages[0][key] for key in ("git_commit", "git_dirty", "versions")}}
+
+
+def trained_stage(config: Config) -> dict[str, Any]:
+    """The result of training by this configuration, made now unless it is there."""
+    path = config.output / "train" / RESULT_FILE
+    wanted = hash_config(config.dump())
+    if not path.exists() or json.loads(path.read_text())["config_hash"] != wanted:
+        train_drafter(config)
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
 
 
 def variant_config(args: argparse.Namespace, variant: Variant, output: Path, seed: int) -> Config:
@@ -154,7 +162,7 @@ def variant_config(args: argparse.Namespace, variant: Variant, output: Path, see
     output.mkdir(parents=True, exist_ok=True)
     for name in ("responses", "target", ".target-origin"):
         source, link = args.run / name, output / name
-        if not link.exists():
+        if source.exists() and not link.exists():
             link.symlink_to(source.absolute())
     settings = [
         f"output={output}",
@@ -181,30 +189,39 @@ def lookahead(args: argparse.Namespace) -> dict[str, Any]:
     decode(bundle.target, None)
     plain = decode(bundle.target, None).stats
     draft_s = plain.draft_s / plain.draft_passes
+    budgets = [None, *(Budget(c, f) for c in range(2, block + 1, 2) for f in args.fan_outs)]
     rows: list[dict[str, Any]] = []
     for slowdown in args.slowdowns:
-        target = SlowedTarget(bundle.target, slowdown * draft_s)
-        sync = decode(target, None)
-        rows.append({"slowdown": slowdown, "coverage": None, "fan_out": None, **sync.report()})
-        print(f"target {slowdown:g} x drafter: {sync.tokens_per_s:.2f} tokens/s without", flush=True)
-        for coverage in range(2, block + 1, 2):
-            for fan_out in args.fan_outs:
-                run = decode(target, Budget(coverage, fan_out))
-                gain = run.tokens_per_s / sync.tokens_per_s
-                rows.append(
-                    {
-                        "slowdown": slowdown,
-                        "coverage": coverage,
-                        "fan_out": fan_out,
-                        "gain": gain,
-                        **run.report(),
-                    }
-                )
-                print(
-                    f"  C {coverage} F {fan_out}: hit rate {run.stats.hit_rate:.2f}, {gain:.3f} of that speed, tau "
-                    f"{run.acceptance_length:.2f}, preparing {run.report()['ahead_ms']:.0f} ms",
-                    flush=True,
-                )
+        decoder = Decoder(
+            config.lookahead, SlowedTarget(bundle.target, slowdown * draft_s), serving, args.tokens
+        )
+        # document by document, every budget in turn: a machine that slows down slows them all
+        runs = [[decoder.run(budget, [document]) for budget in budgets] for document in documents]
+        for number, budget in enumerate(budgets):
+            of_budget = [of_document[number] for of_document in runs]
+            whole = DecodingRun()
+            for run in of_budget:
+                whole.add(run)
+            sync = [of_document[0] for of_document in runs]
+            # tokens are the same for all, so a ratio of seconds is one of speeds
+            gain = bootstrap_ratio([r.seconds for r in sync], [r.seconds for r in of_budget])
+            rows.append(
+                {
+                    "slowdown": slowdown,
+                    "coverage": None if budget is None else budget.coverage,
+                    "fan_out": None if budget is None else budget.fan_out,
+                    "gain": gain.point,
+                    "gain_low": gain.low,
+                    "gain_high": gain.high,
+                    **whole.report(),
+                }
+            )
+            print(
+                f"target {slowdown:g} x drafter, {budget or 'no look-ahead'}: hit rate {whole.stats.hit_rate:.2f}, "
+                f"{whole.tokens_per_s:.2f} tokens/s, {gain.point:.3f} [{gain.low:.3f}, {gain.high:.3f}] of that "
+                f"without, tau {whole.acceptance_length:.2f}, preparing {whole.report()['ahead_ms']:.0f} ms",
+                flush=True,
+            )
     return {"draft_ms": 1000 * draft_s, "rows": rows}
 
 

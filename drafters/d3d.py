@@ -170,6 +170,7 @@ class D3DDrafter(nn.Module):
         Returns:
             hidden_NBH; slot j predicts the token at anchor+j.
         """
+        committed, starts = self._read_long(committed, starts, caches)
         masks = committed[0].new_full((self.block_size - 1,), self.spec.mask_token_id)
         rows = [torch.cat([tokens, masks]) for tokens in committed]
         positions = [
@@ -189,6 +190,28 @@ class D3DDrafter(nn.Module):
             # the block's own keys know of masks; the anchor's are made anew when it has become context
             cache.crop(-self.block_size)
         return torch.stack([part[-self.block_size :] for part in hidden_LH.split(lengths)])
+
+    def _read_long(
+        self, committed: Sequence[torch.Tensor], starts: Sequence[int], caches: Sequence[DynamicCache]
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Put long texts (prompts) into their caches up to the anchor: causal attention needs no mask, a block behind would."""
+        long = [i for i, tokens in enumerate(committed) if len(tokens) > self.block_size]
+        left, after = list(committed), list(starts)
+        if not long:
+            return left, after
+        lengths = [len(committed[i]) - 1 for i in long]
+        positions = [
+            torch.arange(starts[i], starts[i] + length, device=self.device)
+            for i, length in zip(long, lengths, strict=True)
+        ]
+        self._run(
+            self.embed(torch.cat([committed[i][:-1] for i in long])),
+            torch.cat(positions),
+            ragged=RaggedRows(lengths, [caches[i] for i in long]),
+        )
+        for i, length in zip(long, lengths, strict=True):
+            left[i], after[i] = committed[i][-1:], starts[i] + length
+        return left, after
 
     @torch.no_grad()
     def draft_ahead(self, requests: Sequence[AheadRows]) -> list[torch.Tensor]:

@@ -75,7 +75,10 @@ def launch_of(config: Config, drafter: Path, model: str) -> Launch:
     """
     settings, launch, policy = config.sglang, config.sglang.launch, config.policy
     if (drafter / MANIFEST).is_file():
-        family = json.loads((drafter / MANIFEST).read_text()).get("family", "dflash")
+        try:
+            family = json.loads((drafter / MANIFEST).read_text()).get("family", "dflash")
+        except (ValueError, AttributeError):
+            raise UserError(f"{drafter / MANIFEST}: not a manifest") from None
         if (family == "d3d") != (launch.algorithm == "D3D"):
             raise UserError(
                 f"sglang.launch.algorithm: {launch.algorithm} does not serve drafters of family {family}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -56,6 +57,9 @@ def lookahead_worker(
     Thread pools that together exceed the cores slow each other down by far more than their share. Where the models are on
     another device the threads hardly matter.
     """
+    available = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(config.cores or ())
+    if missing := set(config.cores or ()) - available:
+        raise UserError(f"lookahead.cores: there is no core {min(missing)} here")
     total = torch.get_num_threads()
     threads = config.threads or max(1, total // 2)
     torch.set_num_threads(max(1, total - threads))
@@ -69,7 +73,8 @@ def lookahead_worker(
 class SlowedTarget(Target):
     """A target whose passes take at least `at_least_s`: what a large one on a device of its own looks like from here.
 
-    It waits without using the CPU, so that a drafter has the cores as it would have its own device.
+    It waits without using the CPU. The worker still has its part of the threads alone, where a device of its own would leave
+    it all of them: what is measured is rather too little.
     """
 
     def __init__(self, target: Target, at_least_s: float) -> None:
@@ -101,6 +106,13 @@ class DecodingRun:
     def acceptance_length(self) -> float:
         return self.tokens / self.rounds
 
+    def add(self, other: DecodingRun) -> None:
+        """Take another run's figures as well."""
+        self.tokens += other.tokens
+        self.rounds += other.rounds
+        self.seconds += other.seconds
+        self.stats.add(other.stats)
+
     def report(self) -> dict[str, float]:
         """Figures for a result."""
         return {
@@ -120,11 +132,9 @@ class Decoder:
     serving: ServingDrafter
     max_new_tokens: int
 
-    def run(
-        self, budget: Budget | None, documents: Sequence[Document], into: DecodingRun | None = None
-    ) -> DecodingRun:
-        """With a worker on its part of the threads, or without one on all; added to `into`."""
-        run = DecodingRun() if into is None else into
+    def run(self, budget: Budget | None, documents: Sequence[Document]) -> DecodingRun:
+        """With a worker on its part of the threads, or without one on all."""
+        run = DecodingRun()
         worker: contextlib.AbstractContextManager[Lookahead] = Lookahead(None, note_outcomes=True)
         if budget is not None:
             worker = lookahead_worker(self.config, budget, note_outcomes=True)
@@ -144,7 +154,7 @@ class Decoder:
                 run.seconds += time.perf_counter() - started
                 run.tokens += sum(r.committed for r in session.rounds)
                 run.rounds += len(session.rounds)
-            run.stats.add(lookahead.stats)
+            run.stats = lookahead.stats
         return run
 
 
@@ -243,8 +253,8 @@ def compare_lookahead(
         best = next(estimate.budget for estimate in estimates if estimate.budget is not None)
     sync, prepared = DecodingRun(), DecodingRun()
     for document in documents:
-        decoder.run(None, [document], sync)
-        decoder.run(best, [document], prepared)
+        sync.add(decoder.run(None, [document]))
+        prepared.add(decoder.run(best, [document]))
     return Comparison(best, estimates, sync, prepared)
 
 

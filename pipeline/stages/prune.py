@@ -14,7 +14,7 @@ from pathlib import Path
 import lightning as L
 
 from datamodules.offline import OfflineDataModule
-from drafters.checkpoint import CONTENT
+from drafters.checkpoint import CONTENT, drafter_digest
 from drafters.errors import UserError
 from drafters.prune import layers_of, remove_layer, replay_without_each_layer
 from drafters.replay import replay, total_acceptance_length
@@ -35,10 +35,12 @@ from pipeline.fitting import (
 )
 from pipeline.measure import round_ms
 from pipeline.models import keep_copy, load_drafter_for, prepare_training
-from pipeline.result import write_json
+from pipeline.result import hash_config, write_json
 from pipeline.stages.context import Stage, open_stage, tracking_for
 
 STATE = "state.json"
+DECIDING = ("seed", "target", "drafter", "data", "regenerate", "prune")
+"""Sections of the configuration that decide what pruning does."""
 
 
 @dataclass
@@ -69,8 +71,13 @@ class PruneStep:
 
 @dataclass
 class PruneState:
-    """Persisted progress; `pending` is a removal whose recovery has not ended."""
+    """Persisted progress; `pending` is a removal whose recovery has not ended.
 
+    `drafter` is the digest of the unpruned one, `settings` the hash of what it is pruned by.
+    """
+
+    drafter: str
+    settings: str
     tau_whole: float | None = None
     round_ms_whole: float | None = None
     steps: list[PruneStep] = field(default_factory=list)
@@ -86,6 +93,8 @@ class PruneState:
         data = json.loads(path.read_text())
         pending = data["pending"]
         return cls(
+            data["drafter"],
+            data["settings"],
             data["tau_whole"],
             data["round_ms_whole"],
             [PruneStep(**{**s, "removal": Removal(**s["removal"])}) for s in data["steps"]],
@@ -119,7 +128,16 @@ class _Pruning:
             self.path.unlink(missing_ok=True)
             for old in stage.output.glob("layers-*"):
                 shutil.rmtree(old)
-        self.state = PruneState.load(self.path) if resume else PruneState()
+        deciding = self.config.model_dump(mode="json", include=set(DECIDING))
+        # when to stop may be said anew
+        deciding["prune"] = {k: v for k, v in deciding["prune"].items() if k not in ("layers", "retention")}
+        fresh = PruneState(drafter_digest(drafter), hash_config(deciding))
+        self.state = PruneState.load(self.path) if resume else fresh
+        for what in ("drafter", "settings"):
+            if getattr(self.state, what) != getattr(fresh, what):
+                raise UserError(
+                    f"{self.path}: left by pruning with another {what}; run without --resume to start anew"
+                )
         train, validation = train_and_validation(self.config, self.bundle.target.identity)
         if not validation:
             raise UserError("data.val_fraction: pruning measures on validation documents, and there are none")
@@ -162,10 +180,11 @@ class _Pruning:
                 break
             left -= 1
             kept = self._directory(left) / "drafter"
+            # before it is noted: what was registered twice is one version, what was not is none
+            self._register(kept, tau)
             self.state.steps.append(PruneStep(left, removal, tau, self._round_ms(kept)))
             self.state.pending = None
             self._save()
-            self._register(tau)
         self.stage.result.metrics |= {
             "layers": left,
             "tau_whole": self.state.tau_whole,
@@ -250,9 +269,9 @@ class _Pruning:
             fit(trainer, module, datamodule, checkpoint)
         return export.best
 
-    def _register(self, tau: float) -> None:
+    def _register(self, directory: Path, tau: float) -> None:
         self.stage.registry().register(
-            self.current,
+            directory,
             run_id=self.stage.tracked.run_id,
             tags={"data_window": "pruned"},
             metrics={"tau": tau},

@@ -132,6 +132,10 @@ def _spec_class() -> Any:
         def supports_mixed_chunk(self) -> bool:
             return False
 
+        def supports_prefill_shared_read_done(self) -> bool:
+            """The drafter reads the scheduler's tables after the target has prefilled."""
+            return False
+
         def handle_server_args(self, server_args: Any) -> None:
             from sglang.srt.utils.hf_transformers_utils import get_config
 
@@ -181,6 +185,11 @@ def _worker_class() -> type:
                 return self._run_draft(forward_batch, *more, **keywords)
 
             self.draft_model_runner.forward = fill_and_keep
+
+        @property
+        def last_shared_read_runner(self) -> Any:
+            """Reading what was committed ends a step."""
+            return self.draft_model_runner
 
         def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
             self._batch = batch

@@ -34,6 +34,11 @@ def family_class() -> Any:
         def handle_server_args(self, server_args: Any) -> None:
             from sglang.srt.arg_groups import speculative_hook
 
+            if server_args.disaggregation_mode != "null":
+                raise ValueError(
+                    f"--disaggregation-mode {server_args.disaggregation_mode}: {server_args.speculative_algorithm} "
+                    "decodes where it prefilled"
+                )
             speculative_hook._handle_dflash(server_args)
 
         # three more that SGLang asks of every algorithm, though its base class for custom ones lacks them
