@@ -5,7 +5,7 @@ only their gradient with respect to the hidden states remains, and with respect 
 the target's and frozen). No recompute in the backward.
 Slots that do not count never reach the head. Several slots share a target position: what is needed of the teacher is
 computed once per distinct position of a chunk (blocks are sorted by anchor, so chunks hardly overlap), and for `ce` and `osd`
-may be computed once for all (`drafters.teacher`).
+with a frozen head may be computed once for all (`drafters.teacher`).
 
 Shapes: N blocks, B block size, T flat tokens, H hidden, V vocabulary, R counted slots of a chunk, P distinct
 positions of a chunk.
@@ -19,7 +19,13 @@ from typing import Any
 import torch
 
 from drafters.blocks import BlockLayout
-from drafters.objectives import LossSpec, distillation_losses, fixed_weights, survival_weights
+from drafters.objectives import (
+    LossSpec,
+    distillation_losses,
+    fixed_weights,
+    forward_kl_losses,
+    survival_weights,
+)
 from drafters.packing import PackedBatch
 from drafters.teacher import TeacherMoments, label_losses, teacher_moments
 
@@ -79,18 +85,18 @@ def block_loss(
     Args:
         hidden_NBH: drafter hidden states.
         head_VH: head of the drafter; matmuls run in its dtype, softmax and sums in fp32 (fp64 if the head is fp64).
-            Receives a gradient if it requires one, for `ce` and `opd`.
+            Receives a gradient if it requires one.
         targets: what to predict.
         spec: the objective.
-        teacher_hidden_TH: the target's final hidden states. Required by `opd`, and by `osd` without `moments`. For
-            `ce`, neither of the two takes the served tokens as labels, which for greedy text are the target's greedy tokens.
+        teacher_hidden_TH: the target's final hidden states. Required by `opd`, and by `osd` without `moments` or with a
+            trained head, whose gradient needs the whole distribution. For `ce`, neither of the two takes the served tokens
+            as labels, which for greedy text are the target's greedy tokens.
         moments: the teacher's moments at every flat position, for `ce` and `osd`; saves the teacher's share of the head.
         teacher_head_VH: the target's head where the drafter has its own; None: they share one.
         chunk_rows: slots per chunk; default by `CHUNK_BYTES`.
     """
-    if head_VH.requires_grad and spec.objective == "osd":
-        raise ValueError("objective osd keeps too little of the teacher to train a head; use ce or opd")
-    if spec.needs_teacher and teacher_hidden_TH is None and (moments is None or spec.objective == "opd"):
+    whole = spec.objective == "opd" or (spec.objective == "osd" and head_VH.requires_grad)
+    if spec.needs_teacher and teacher_hidden_TH is None and (moments is None or whole):
         raise ValueError(f"objective {spec.objective} needs the target's hidden states")
     block_size = hidden_NBH.shape[1]
     rows = chunk_rows or max(block_size, CHUNK_BYTES // (4 * head_VH.shape[0]))
@@ -144,15 +150,18 @@ class _BlockLossFunction(torch.autograd.Function):
             served_R = targets.served_NB[chunk][block_R, slot_R]
             position_R = targets.teacher_NB[chunk][block_R, slot_R]
             labels_R, known_R, logp_RV = served_R, None, None
-            if spec.objective != "opd" and moments is not None:
+            whole = spec.objective == "opd" or (spec.objective == "osd" and grad_VH is not None)
+            if not whole and moments is not None:
                 known_R = moments.at(position_R)
             elif teacher_hidden_TH is not None:
                 positions_P, inverse_R = position_R.unique(return_inverse=True)
                 teacher_PH = teacher_hidden_TH[positions_P].to(teacher_head_VH.dtype)
-                if spec.objective == "opd":
+                if whole:
                     teacher_PV = teacher_PH @ teacher_head_VH.T
                     labels_R = teacher_PV.max(dim=-1).indices[inverse_R]
-                    teacher_PV = teacher_PV.to(accumulate).div_(spec.temperature).log_softmax(dim=-1)
+                    if spec.objective == "opd":
+                        teacher_PV = teacher_PV.to(accumulate).div_(spec.temperature)
+                    teacher_PV = teacher_PV.to(accumulate).log_softmax(dim=-1)
                     logp_RV = teacher_PV[inverse_R]
                 else:
                     known_R = teacher_moments(teacher_PH, teacher_head_VH, soft=spec.needs_teacher).at(
@@ -163,9 +172,13 @@ class _BlockLossFunction(torch.autograd.Function):
             same_R = labels_R == served_R
             hard_R = _before_first_difference(same_R, block_R, slot_R, chunk_valid)
             if logp_RV is not None:
-                loss_R, dlogits_RV, log_label_R = distillation_losses(
-                    raw_RV.to(accumulate), logp_RV, labels_R, hard_R, spec, weight_sum
-                )
+                logits_RV = raw_RV.to(accumulate)
+                if spec.objective == "osd":
+                    loss_R, dlogits_RV, log_label_R = forward_kl_losses(logits_RV, logp_RV, labels_R)
+                else:
+                    loss_R, dlogits_RV, log_label_R = distillation_losses(
+                        logits_RV, logp_RV, labels_R, hard_R, spec, weight_sum
+                    )
                 grad_RH = (dlogits_RV.to(head_VH.dtype) @ head_VH).to(accumulate)
             else:
                 soft_R = known_R if spec.objective == "osd" else None
@@ -183,7 +196,7 @@ class _BlockLossFunction(torch.autograd.Function):
             # weights scale the [R, H] product, not the [R, V] gradient: fewer bytes, same result
             grad_NBH[start + block_R, slot_R] = grad_RH * weights_R[:, None]
             if grad_VH is not None:
-                kept_R = weights_R if spec.objective == "opd" else weights_R * hard_R
+                kept_R = weights_R * hard_R if spec.objective == "ce" else weights_R
                 grad_VH += (dlogits_RV * kept_R[:, None]).to(head_VH.dtype).T @ rows_RH
             match_NB[start + block_R, slot_R] = top_R == served_R
             agreeing += same_R.sum()

@@ -42,7 +42,7 @@ def d3d_loss(
         output: the drafter's.
         head_VH: the drafter's head, in the dtype that its matmuls shall have.
         batch: what went in.
-        spec: objective of the blocks: `ce`, or `opd` with the teacher.
+        spec: objective of the blocks: `ce`, or `opd` and `osd` with the teacher.
         ar_weight: λ; 0 leaves the next-token loss out.
         teacher_hidden_TH, teacher_head_VH: the target's final hidden states and head; see `block_loss`.
         chunk_rows: rows per chunk of logits.

@@ -158,3 +158,24 @@ def distillation_losses(
     grad_RV.addcmul_(q_RV, hard_R[:, None].expand_as(q_RV))
     grad_RV[rows, labels_R] -= hard_R
     return loss_R, grad_RV, log_label_R
+
+
+def forward_kl_losses(
+    logits_RV: torch.Tensor, teacher_logp_RV: torch.Tensor, labels_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`osd` with the whole distribution of the teacher: KL(p‖q) of each slot, and its gradient q - p.
+
+    Args:
+        logits_RV: drafter logits, fp32 or fp64.
+        teacher_logp_RV: the target's log-probabilities on the served prefix; overwritten.
+        labels_R: the target's greedy token.
+
+    Returns:
+        loss [R], gradient with respect to the logits [R, V], log q(label) [R] (for `survival` weights).
+    """
+    logq_RV = logits_RV.log_softmax(dim=-1)
+    log_label_R = logq_RV.gather(1, labels_R[:, None])[:, 0]
+    p_RV = teacher_logp_RV.exp()
+    # p = 0: the term is 0, not 0 times minus infinity
+    loss_R = (teacher_logp_RV.sub_(logq_RV).nan_to_num_(neginf=0.0) * p_RV).sum(dim=-1)
+    return loss_R, logq_RV.exp_().sub_(p_RV), log_label_R

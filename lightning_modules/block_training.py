@@ -68,7 +68,7 @@ class BlockTrainingModule(L.LightningModule):
         self.vocabulary = vocabulary
         self._kept_head: torch.Tensor | None = None
         # distillation needs the whole distribution, not its moments
-        keep_moments = self.teacher_labels and loss.objective != "opd"
+        keep_moments = self.teacher_labels and loss.objective != "opd" and not isinstance(drafter, D3DDrafter)
         self.features = (
             FeatureCache(target, feature_cache_bytes, moments=self.moments if keep_moments else None)
             if feature_cache_bytes

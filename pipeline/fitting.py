@@ -274,9 +274,5 @@ def require_trainable(drafter: Drafter, settings: FitConfig | OnlineConfig, stag
     """
     if not isinstance(drafter, D3DDrafter):
         return
-    if settings.loss.objective == "osd":
-        raise UserError(
-            f"{stage}.loss.objective: osd does not train the head of a d3d drafter; use ce or opd"
-        )
     if settings.vocabulary is not None:
         raise UserError(f"{stage}.vocabulary: a d3d drafter trains its whole head; set it to null")

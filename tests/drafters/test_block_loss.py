@@ -18,7 +18,7 @@ from drafters.block_loss import (
     prefix_complete,
 )
 from drafters.fill import fill_blocks
-from drafters.objectives import ClipMode, LossSpec, Weighting
+from drafters.objectives import ClipMode, LossSpec, Weighting, fixed_weights
 from drafters.packing import pack_documents
 
 BLOCKS, BLOCK, HIDDEN, VOCAB, TOKENS = 6, 4, 5, 9, 24
@@ -106,6 +106,55 @@ def test_chunks_equal_eager_autograd(
     for chunk_rows in (1, 7, 1000):
         got = run(case, spec, teacher_hidden_TH=case.teacher_hidden_TH, chunk_rows=chunk_rows)
         torch.testing.assert_close(got, expected, rtol=3e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.weighting}-{s.objective}-{s.clip}")
+def test_a_trained_head_gets_its_gradient_too(
+    case: Case, spec: LossSpec, reference_slot_loss: Callable[..., torch.Tensor]
+) -> None:
+    """The drafter's head is not the target's: value and both gradients against autograd, slot after slot."""
+    generator = torch.Generator().manual_seed(4)
+    own = case.head_VH + 0.3 * torch.randn(case.head_VH.shape, generator=generator, dtype=torch.float64)
+
+    def leaves() -> tuple[torch.Tensor, torch.Tensor]:
+        return case.hidden_NBH.clone().requires_grad_(), own.clone().requires_grad_()
+
+    hidden, head = leaves()
+    weights, losses = [], []
+    fixed = fixed_weights(spec, BLOCK).double()
+    total = float((fixed * case.targets.valid_NB).sum())
+    for n, length in enumerate(VALID_LENGTHS):
+        hard, a = True, []
+        for j in range(1, length + 1):
+            logits = head @ hidden[n, j]
+            teacher = case.head_VH @ case.teacher_hidden_TH[case.targets.teacher_NB[n, j]]
+            label, served = int(teacher.argmax()), int(case.targets.served_NB[n, j])
+            losses.append(reference_slot_loss(logits, teacher, label, hard, spec, total))
+            a.append(
+                (1 - spec.survival_floor) * float(logits.detach().softmax(0)[label]) + spec.survival_floor
+            )
+            hard = hard and label == served
+        survive = [math.prod(a[: k + 1]) for k in range(length)]
+        weights += [
+            sum(survive[j - 1 :]) if spec.weighting == "survival" else float(fixed[j])
+            for j in range(1, length + 1)
+        ]
+    value = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
+    assert isinstance(value, torch.Tensor)
+    expected = torch.autograd.grad(value, (hidden, head))
+    for chunk_rows in (1, 7, 1000):
+        mine = leaves()
+        got = block_loss(
+            mine[0],
+            mine[1],
+            case.targets,
+            spec,
+            teacher_hidden_TH=case.teacher_hidden_TH,
+            teacher_head_VH=case.head_VH,
+            chunk_rows=chunk_rows,
+        ).value
+        torch.testing.assert_close(got, value, rtol=3e-7, atol=1e-9)
+        torch.testing.assert_close(torch.autograd.grad(got, mine), expected, rtol=3e-7, atol=1e-9)
 
 
 def test_cross_entropy_without_teacher_takes_served_tokens(

@@ -169,9 +169,8 @@ def test_what_a_d3d_drafter_cannot_be_trained_by_is_said(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for changes, command, said in (
-        (["train.loss.objective=osd"], "train", "train.loss.objective"),
         (["train.vocabulary=32"], "train", "train.vocabulary"),
-        (["distill.loss.objective=osd"], "distill", "distill.loss.objective"),
+        (["distill.vocabulary=32"], "distill", "distill.vocabulary"),
         (["prune.layers=9"], "prune", "prune.layers"),
     ):
         assert call(command, *D3D, *(w for c in changes for w in ("--set", c))) == 2
