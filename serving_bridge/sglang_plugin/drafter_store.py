@@ -94,7 +94,7 @@ def read_served(directory: str, target_id: str) -> Served:
     """
     path = Path(directory)
     if (path / MANIFEST).is_file():
-        loaded = load_drafter(path, dtype=torch.float32)
+        loaded = load_drafter(path)
         return Served(loaded.drafter_version, directory, loaded.length_head, loaded.identity.target_id)
     config = path / "config.json"
     name = hashlib.sha256(config.read_bytes()).hexdigest()[:12] if config.is_file() else directory
