@@ -39,8 +39,8 @@ from pipeline.result import hash_config, write_json
 from pipeline.stages.context import Stage, open_stage, tracking_for
 
 STATE = "state.json"
-DECIDING = ("seed", "target", "drafter", "data", "regenerate", "prune")
-"""Sections of the configuration that decide what pruning does."""
+DECIDING = {"seed", "prune"}
+"""Of the configuration; drafter and documents are compared by content."""
 
 
 @dataclass
@@ -128,16 +128,14 @@ class _Pruning:
             self.path.unlink(missing_ok=True)
             for old in stage.output.glob("layers-*"):
                 shutil.rmtree(old)
-        deciding = self.config.model_dump(mode="json", include=set(DECIDING))
+        deciding = self.config.model_dump(mode="json", include=DECIDING)
         # when to stop may be said anew
         deciding["prune"] = {k: v for k, v in deciding["prune"].items() if k not in ("layers", "retention")}
         fresh = PruneState(drafter_digest(drafter), hash_config(deciding))
         self.state = PruneState.load(self.path) if resume else fresh
-        for what in ("drafter", "settings"):
-            if getattr(self.state, what) != getattr(fresh, what):
-                raise UserError(
-                    f"{self.path}: left by pruning with another {what}; run without --resume to start anew"
-                )
+        for field_name, what in (("drafter", "of another drafter"), ("settings", "with other settings")):
+            if getattr(self.state, field_name) != getattr(fresh, field_name):
+                raise UserError(f"{self.path}: left by pruning {what}; run without --resume to start anew")
         train, validation = train_and_validation(self.config, self.bundle.target.identity)
         if not validation:
             raise UserError("data.val_fraction: pruning measures on validation documents, and there are none")

@@ -114,6 +114,21 @@ def test_a_pruning_that_was_cut_off_ends_where_an_uninterrupted_one_does(
         assert drafter_digest(trained / "out" / "prune" / "drafter") == finished, crash
 
 
+def test_pruning_is_not_resumed_with_another_drafter_or_other_settings(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*PRUNE, "--set", "prune.layers=4"]
+    assert call("prune", *D3D, *words) == 0
+    assert call("prune", *D3D, *words, "--set", "prune.label_share=0.5", "--resume") == 2
+    assert "other settings" in capsys.readouterr().err
+    other = str(trained / "out" / "prune" / "drafter")
+    assert call("prune", *D3D, *words, "--set", "prune.layers=3", "--drafter", other, "--resume") == 2
+    assert "another drafter" in capsys.readouterr().err
+    # but further than was asked for first
+    assert call("prune", *D3D, *words, "--set", "prune.layers=3", "--resume") == 0
+    assert result(trained, "prune")["layers"] == 3
+
+
 def test_a_floor_that_nothing_meets_keeps_the_whole_drafter(trained: Path) -> None:
     words = [
         *PRUNE,
