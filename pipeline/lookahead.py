@@ -73,8 +73,8 @@ def lookahead_worker(
 class SlowedTarget(Target):
     """A target whose passes take at least `at_least_s`: what a large one on a device of its own looks like from here.
 
-    It waits without using the CPU. The worker still has its part of the threads alone, where a device of its own would leave
-    it all of them: what is measured is rather too little.
+    It waits without using the CPU, so that the drafter has all threads as it would have its own device; only for the target's
+    real pass, at the start of the wait, do the two share them.
     """
 
     def __init__(self, target: Target, at_least_s: float) -> None:
@@ -136,7 +136,10 @@ class Decoder:
         """With a worker on its part of the threads, or without one on all."""
         run = DecodingRun()
         worker: contextlib.AbstractContextManager[Lookahead] = Lookahead(None, note_outcomes=True)
-        if budget is not None:
+        if budget is not None and isinstance(self.target, SlowedTarget):
+            # it hardly computes while the drafter does, and would not on a device of its own
+            worker = Lookahead(budget, cores=self.config.cores, note_outcomes=True)
+        elif budget is not None:
             worker = lookahead_worker(self.config, budget, note_outcomes=True)
         with worker as lookahead:
             for document in documents:
