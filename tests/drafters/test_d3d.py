@@ -304,7 +304,11 @@ def test_a_checkpoint_is_an_ordinary_causal_lm(tied: bool, tmp_path: Path) -> No
     assert isinstance(loaded.drafter, D3DDrafter) and loaded.manifest["family"] == "d3d"
     assert loaded.drafter.spec == drafter.spec
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    for read in (loaded.drafter.lm, plain):
+        for name, weight in drafter.lm.state_dict().items():
+            assert torch.equal(read.state_dict()[name], weight), name
     with torch.no_grad():
+        # equal weights elsewhere in memory may be added up in another order
         torch.testing.assert_close(
             loaded.drafter(batch).hidden_NBH, drafter(batch).hidden_NBH, atol=1e-12, rtol=0
         )

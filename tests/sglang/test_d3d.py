@@ -83,7 +83,7 @@ def assert_targets_own(site: D3DSite, prompt: list[int], output: list[int]) -> N
         with torch.no_grad():
             logits.append(model(ids).logits[0, len(prompt) - 1 :].float())
     others = assert_chosen(output, *logits)
-    assert others <= len(output) // (5 if site.dtype == torch.bfloat16 else 10)
+    assert others <= len(output) // 10
 
 
 def assert_our_own_drafts(
@@ -100,10 +100,7 @@ def assert_our_own_drafts(
             logits = [own_logits(drafter, text[: r.start + 1]) for drafter in drafters]
             others += assert_chosen(r.draft_ids, *logits)
             total += len(r.draft_ids)
-    # each was within what rounding explains; in bf16 that is not seldom
-    assert total > 0 and others <= total // (5 if site.dtype == torch.bfloat16 else 20), (
-        f"{others} of {total}"
-    )
+    assert total > 0 and others <= total // 20, f"{others} of {total}"
 
 
 def test_served_text_is_the_targets_own_greedy_text(d3d: D3DSite, served: dict[str, dict[str, Any]]) -> None:
