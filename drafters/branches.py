@@ -144,7 +144,7 @@ def estimate_budgets(
 
     Args:
         outcomes: of rounds that verified whole blocks, from this drafter and workload.
-        plain: the cost without preparation, with whatever cores the worker leaves free.
+        plain: the cost without preparation, the target and drafting having all cores.
         ahead: costs with preparation, at several `slots`; between two they are interpolated. On shared cores they contain what
             target and drafter take from each other.
         full_hit_rate: share of fully accepted blocks whose bonus token was foreseen.

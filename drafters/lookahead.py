@@ -1,9 +1,10 @@
 """Drafting ahead: a worker that prepares the next blocks while the target verifies the current ones.
 
 The worker is a thread; torch releases the interpreter in its operators, so the two run at once on different cores, or with
-the drafter on a device or CUDA stream of its own. A prepared block serves if the verification ended as it assumed, and is the
-block that would have been drafted then; otherwise the request drafts as ever. Output does not change either way: drafts of a
-prepared block are chosen from distributions that know only the text they follow.
+the drafter on a device or CUDA stream of its own. A prepared block serves if the verification ended as it assumed. It is then
+the block that drafting would have given, but after full acceptance, where it has not seen the bonus token. Otherwise the
+request drafts as ever. Output does not change either way: drafts of a prepared block are chosen from distributions that know
+only the text they follow.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import torch
 from transformers import AutoConfig
 
 from drafters.errors import UserError
-from drafters.prune import layers_of, remove_layer
+from drafters.packing import Document
+from drafters.prune import remove_layer
 from drafters.replay import replay, total_acceptance_length
 from pipeline.config import Config
 from pipeline.console import say, show_table
 from pipeline.corpus import conversations
 from pipeline.lookahead import configured_budget
-from pipeline.measure import acceptance_summary
 from pipeline.models import keep_copy, load_drafter_for, target_directory
 from pipeline.result import RESULT_FILE
 from pipeline.stages.context import Stage, open_stage
@@ -75,22 +76,23 @@ def conclude_d3d(config: Config, trained: Path, pruned: Path, times: dict[str, f
         drafter = keep_copy(config.output / "drafter", pruned, stage.bundle)
         write_heldout(config.output / "heldout.jsonl", documents)
         with stage.result.section("replay"), torch.no_grad():
-            taus = _taus(stage, trained)
+            taus = _taus(stage, trained, documents)
         recovered = {
             key: evaluated[key]
             for key in ("acceptance_length", "acceptance_length_low", "acceptance_length_high", "by_domain")
         }
         tau = {**taus, "pruned": recovered["acceptance_length"]}
-        loaded = load_drafter_for(drafter, stage.bundle).drafter
+        pruning = _metrics(config.output / "prune")
+        layers = pruning["layers"]
         show_table(
             "acceptance length on held-out prompts",
             ["drafter", "layers", "τ", "of trained"],
             [
-                [name, str(layers), f"{tau[name]:.3f}", f"{tau[name] / tau['trained']:.3f}"]
-                for name, layers in (
-                    ("trained", len(layers_of(load_drafter_for(trained, stage.bundle).drafter))),
-                    ("pruned_unrecovered", len(layers_of(loaded))),
-                    ("pruned", len(layers_of(loaded))),
+                [name, str(depth), f"{tau[name]:.3f}", f"{tau[name] / tau['trained']:.3f}"]
+                for name, depth in (
+                    ("trained", layers + len(pruning["steps"])),
+                    ("pruned_unrecovered", layers),
+                    ("pruned", layers),
                 )
             ],
         )
@@ -99,7 +101,7 @@ def conclude_d3d(config: Config, trained: Path, pruned: Path, times: dict[str, f
             "tau": tau,
             "retention": tau["pruned"] / tau["trained"],
             "pruned": recovered,
-            "layers": len(layers_of(loaded)),
+            "layers": layers,
             "lossless": evaluated.get("lossless"),
             "lossless_prompts": evaluated.get("lossless_prompts"),
             "speed": evaluated.get("speed"),
@@ -113,12 +115,11 @@ def conclude_d3d(config: Config, trained: Path, pruned: Path, times: dict[str, f
         return stage.output
 
 
-def _taus(stage: Stage, trained: Path) -> dict[str, float]:
+def _taus(stage: Stage, trained: Path, documents: Sequence[Document]) -> dict[str, float]:
     """τ of the trained drafter, and without the layers that pruning removed, nothing being recovered."""
-    documents, target = heldout_documents(stage), stage.bundle.target
+    target = stage.bundle.target
     drafter = load_drafter_for(trained, stage.bundle, dtype=target.dtype).drafter
-    results = replay(drafter, target, documents)
-    whole = acceptance_summary(results, drafter.block_size)["acceptance_length"]
+    whole = total_acceptance_length(replay(drafter, target, documents))
     for step in _metrics(stage.config.output / "prune")["steps"]:
         remove_layer(drafter, step["removal"]["removed"])
     return {
