@@ -220,11 +220,18 @@ class _BlockLossFunction(torch.autograd.Function):
 
 
 def next_token_loss(
-    hidden_TH: torch.Tensor, head_VH: torch.Tensor, batch: PackedBatch, *, chunk_rows: int | None = None
+    hidden_TH: torch.Tensor,
+    head_VH: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    teacher_hidden_TH: torch.Tensor | None = None,
+    teacher_head_VH: torch.Tensor | None = None,
+    chunk_rows: int | None = None,
 ) -> torch.Tensor:
-    """Mean cross-entropy of every response token given all tokens before it (D3D eq. 6), scalar with a graph.
+    """Mean loss of every response token given all tokens before it, scalar with a graph.
 
-    A next token is a block of one draft.
+    A next token is a block of one draft. Without a teacher cross-entropy (D3D eq. 6), with one KL(p‖q): a drafter that began as
+    the target then has nothing to unlearn, where the few hard labels of a small corpus would be learnt by heart.
     """
     flat_T = torch.arange(batch.num_tokens, device=hidden_TH.device)
     follows_T = batch.position_ids_T > 0
@@ -235,8 +242,16 @@ def next_token_loss(
         teacher_NB=(predicted_R - 1)[:, None].expand(-1, 2),
     )
     rows_R2H = hidden_TH[predicted_R - 1][:, None].expand(-1, 2, -1)
-    spec = LossSpec(objective="ce", weighting="uniform")
-    return block_loss(rows_R2H, head_VH, targets, spec, chunk_rows=chunk_rows).value
+    spec = LossSpec(objective="ce" if teacher_hidden_TH is None else "osd", weighting="uniform")
+    return block_loss(
+        rows_R2H,
+        head_VH,
+        targets,
+        spec,
+        teacher_hidden_TH=teacher_hidden_TH,
+        teacher_head_VH=teacher_head_VH,
+        chunk_rows=chunk_rows,
+    ).value
 
 
 def _before_first_difference(

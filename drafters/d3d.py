@@ -29,10 +29,16 @@ SUPPORTED_MODEL_TYPES = ("llama", "qwen3")
 
 @dataclass(frozen=True)
 class D3DSpec:
-    """What makes a causal LM's config a D3D drafter's."""
+    """What makes a causal LM's config a D3D drafter's.
+
+    `shift`: a slot's row predicts the token after it, as all rows of a causal LM do, and the anchor's the first draft; so a
+    drafter made from a causal LM starts with one that is right wherever the LM is. Otherwise a row predicts its slot's own
+    token, and the anchor's nothing. Checkpoints that do not say are not shifted.
+    """
 
     block_size: int
     mask_token_id: int
+    shift: bool = False
 
     @classmethod
     def from_config(cls, config: Any) -> D3DSpec:
@@ -43,11 +49,17 @@ class D3DSpec:
         """
         fields = getattr(config, "d3d_config", None) or {}
         try:
-            spec = cls(block_size=int(fields["block_size"]), mask_token_id=int(fields["mask_token_id"]))
+            spec = cls(
+                block_size=int(fields["block_size"]),
+                mask_token_id=int(fields["mask_token_id"]),
+                shift=fields.get("shift", False),
+            )
         except KeyError as missing:
             raise UserError(
                 f"config.json: not a D3D drafter, d3d_config.{missing.args[0]} is missing"
             ) from None
+        if not isinstance(spec.shift, bool):
+            raise UserError(f"d3d_config.shift: {spec.shift!r} is neither true nor false")
         if spec.block_size < 2:
             raise UserError(f"drafter.block_size: {spec.block_size} leaves nothing to draft; use at least 2")
         limit = getattr(config, "max_position_embeddings", None)
@@ -152,7 +164,7 @@ class D3DDrafter(nn.Module):
         )
         return D3DOutput(
             hidden_LH[: batch.num_tokens],
-            hidden_LH[batch.num_tokens :].view(*layout.block_ids_NB.shape, -1),
+            self._by_slot(hidden_LH[batch.num_tokens :].view(*layout.block_ids_NB.shape, -1)),
             layout,
         )
 
@@ -189,7 +201,7 @@ class D3DDrafter(nn.Module):
         for cache in caches:
             # the block's own keys know of masks; the anchor's are made anew when it has become context
             cache.crop(-self.block_size)
-        return torch.stack([part[-self.block_size :] for part in hidden_LH.split(lengths)])
+        return self._by_slot(torch.stack([part[-self.block_size :] for part in hidden_LH.split(lengths)]))
 
     def _read_long(
         self, committed: Sequence[torch.Tensor], starts: Sequence[int], caches: Sequence[DynamicCache]
@@ -253,8 +265,12 @@ class D3DDrafter(nn.Module):
             block_length, branches = len(request.block_ids), len(request.anchors)
             if branches:
                 request.cache.crop(-branches * self.block_size)
-            parts.append(part[block_length:].view(branches, self.block_size, -1))
+            parts.append(self._by_slot(part[block_length:].view(branches, self.block_size, -1)))
         return parts
+
+    def _by_slot(self, rows_NBH: torch.Tensor) -> torch.Tensor:
+        """A block's rows in the order of what they predict; slot 0 gets what predicts nothing of the block."""
+        return rows_NBH.roll(1, dims=1) if self.spec.shift else rows_NBH
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The drafter's own input embeddings of token ids of any shape."""

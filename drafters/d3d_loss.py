@@ -43,7 +43,7 @@ def d3d_loss(
         head_VH: the drafter's head, in the dtype that its matmuls shall have.
         batch: what went in.
         spec: objective of the blocks: `ce`, or `opd` and `osd` with the teacher.
-        ar_weight: λ; 0 leaves the next-token loss out.
+        ar_weight: λ; 0 leaves the next-token loss out. With `osd` next tokens have soft labels as well, beyond the paper.
         teacher_hidden_TH, teacher_head_VH: the target's final hidden states and head; see `block_loss`.
         chunk_rows: rows per chunk of logits.
     """
@@ -59,5 +59,13 @@ def d3d_loss(
     )
     if not ar_weight:
         return D3DLoss(diff.value, diff, diff.value.new_zeros(()))
-    ar = next_token_loss(output.hidden_TH, head_VH, batch, chunk_rows=chunk_rows)
+    soft = spec.objective == "osd"
+    ar = next_token_loss(
+        output.hidden_TH,
+        head_VH,
+        batch,
+        teacher_hidden_TH=teacher_hidden_TH if soft else None,
+        teacher_head_VH=teacher_head_VH,
+        chunk_rows=chunk_rows,
+    )
     return D3DLoss(diff.value + ar_weight * ar, diff, ar.detach())

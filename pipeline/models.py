@@ -35,7 +35,7 @@ from drafters.policies import AdaFlashPolicy, FixedPolicy, LengthPolicy
 from drafters.precondition import feature_rms, precondition
 from drafters.target import Target
 from pipeline.config import Config, PolicyConfig
-from pipeline.hardware import resolve_dtype
+from pipeline.hardware import keep_freed_memory, resolve_dtype
 from pipeline.tiny_target import write_tiny_target
 
 AnyDrafter = TypeVar("AnyDrafter", DFlashDrafter, D3DDrafter, Drafter)
@@ -66,6 +66,7 @@ def load_target(config: Config, *, dtype: str | None = None) -> TargetBundle:
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    keep_freed_memory()
     transformers_logging.disable_progress_bar()
     source = target_directory(config)
     torch_dtype = getattr(torch, resolve_dtype(dtype or config.target.dtype))
@@ -241,7 +242,11 @@ def _new_d3d(config: Config, bundle: TargetBundle, mask_token_id: int) -> D3DDra
                 f"drafter.model: {source} has {lm_config.vocab_size} rows of vocabulary, the target "
                 f"{bundle.target.config.vocab_size}"
             )
-        lm_config.d3d_config = {"block_size": config.drafter.block_size, "mask_token_id": mask_token_id}
+        lm_config.d3d_config = {
+            "block_size": config.drafter.block_size,
+            "mask_token_id": mask_token_id,
+            "shift": config.drafter.shift,
+        }
         if config.drafter.init == "target":
             lm = AutoModelForCausalLM.from_pretrained(source, config=lm_config, dtype=torch.float32)
         else:

@@ -30,6 +30,7 @@ class BlockDrafter:
     lilicorr = None
     supports_fused_context_kv = False
 
+    config: Any
     model: Any
 
     def set_block_size(self, block_size: int) -> None:
@@ -49,7 +50,8 @@ class BlockDrafter:
         get_embedding: bool = False,
         pp_proxy_tensors: Any = None,
     ) -> LogitsProcessorOutput:
-        """Final hidden states [L, H]; the worker applies the head where it needs it."""
+        """Final hidden states [L, H], of a block such that slot j predicts the token at anchor+j; the worker applies the head
+        where it needs it."""
         fills_blocks = forward_batch.forward_mode.is_target_verify() and not isinstance(
             forward_batch.spec_info, CommittedRows
         )
@@ -57,6 +59,9 @@ class BlockDrafter:
         for layer in self.layers:
             layer.self_attn.attn.attn_type = attention
         hidden_LH = self.model(input_ids, positions, forward_batch, input_embeds)
+        if fills_blocks and self.config.d3d_config.get("shift"):
+            # slot 0, which predicts nothing, gets a row of the block before
+            hidden_LH = hidden_LH.roll(1, dims=0)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden_LH)
 
 

@@ -174,7 +174,7 @@ class Learnt:
 def learnt() -> Learnt:
     trained = _trained("llama")
     config = copy.deepcopy(trained.target.config)
-    config.d3d_config = {"block_size": 5, "mask_token_id": MASK_ID}
+    config.d3d_config = {"block_size": 5, "mask_token_id": MASK_ID, "shift": True}
     lm = AutoModelForCausalLM.from_config(config)
     lm.load_state_dict(trained.target.model.state_dict())
     drafter = D3DDrafter(lm.float())

@@ -40,7 +40,7 @@ OWNER = [0, 0, 0, 0, 1, 2, 2]
 STARTS = [0, 17, 29]
 
 
-def make_drafter(kind: str, tied: bool = False) -> D3DDrafter:
+def make_drafter(kind: str, tied: bool = False, shift: bool = False) -> D3DDrafter:
     config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](
         vocab_size=VOCAB,
         hidden_size=32,
@@ -56,15 +56,16 @@ def make_drafter(kind: str, tied: bool = False) -> D3DDrafter:
         eos_token_id=None,
         pad_token_id=None,
     )
-    config.d3d_config = {"block_size": BLOCK, "mask_token_id": MASK}
+    config.d3d_config = {"block_size": BLOCK, "mask_token_id": MASK, "shift": shift}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return D3DDrafter(AutoModelForCausalLM.from_config(config).double().eval())
 
 
-@pytest.fixture(params=["llama", "qwen3"])
+@pytest.fixture(params=[("llama", False), ("qwen3", False), ("llama", True)], ids=str)
 def drafter(request: pytest.FixtureRequest) -> D3DDrafter:
-    return make_drafter(request.param)
+    kind, shift = request.param
+    return make_drafter(kind, shift=shift)
 
 
 def make_batch() -> PackedBatch:
@@ -88,7 +89,7 @@ def with_token(batch: PackedBatch, index: int) -> PackedBatch:
 
 
 def one_block(drafter: D3DDrafter, batch: PackedBatch, number: int) -> torch.Tensor:
-    """Hidden states [B, H] of one block behind its own prefix, by HF's SDPA and a mask written out."""
+    """Hidden states [B, H] that predict the slots of one block behind its own prefix, by HF's SDPA and a mask written out."""
     first, anchor = STARTS[OWNER[number]], ANCHORS[number]
     prefix = batch.input_ids_T[first:anchor]
     block = torch.full((BLOCK,), MASK)
@@ -103,7 +104,10 @@ def one_block(drafter: D3DDrafter, batch: PackedBatch, number: int) -> torch.Ten
             use_cache=False,
         )
     hidden: torch.Tensor = output.last_hidden_state[0, -BLOCK:]
-    return hidden
+    if not drafter.spec.shift:
+        return hidden
+    # the row before predicts; nothing predicts the anchor
+    return torch.stack([torch.zeros_like(hidden[0]), *hidden[:-1]])
 
 
 def served(batch: PackedBatch, number: int) -> Iterator[tuple[int, int]]:
@@ -135,7 +139,7 @@ def test_blocks_and_documents_do_not_depend_on_each_other(drafter: D3DDrafter) -
             alone = drafter(replace(batch, anchors_N=torch.tensor([anchor])))
             torch.testing.assert_close(alone.hidden_NBH[0], together.hidden_NBH[n], atol=1e-6, rtol=0)
             torch.testing.assert_close(
-                one_block(drafter, batch, n), together.hidden_NBH[n], atol=1e-5, rtol=0
+                one_block(drafter, batch, n)[1:], together.hidden_NBH[n, 1:], atol=1e-5, rtol=0
             )
         for start, length in zip(STARTS, LENGTHS, strict=True):
             rows = slice(start, start + length)
@@ -144,10 +148,11 @@ def test_blocks_and_documents_do_not_depend_on_each_other(drafter: D3DDrafter) -
             torch.testing.assert_close(plain, together.hidden_TH[rows], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_packed_loss_is_the_sum_of_its_blocks_and_of_hfs_next_token_loss(tied: bool) -> None:
+def test_the_packed_loss_is_the_sum_of_its_blocks_and_of_hfs_next_token_loss(tied: bool, shift: bool) -> None:
     """Value and the gradient of every weight, the head's and the tied embedding's included."""
-    drafter, batch, ar_weight = make_drafter("llama", tied), make_batch(), 0.7
+    drafter, batch, ar_weight = make_drafter("llama", tied, shift), make_batch(), 0.7
     spec = LossSpec(weighting="exponential", decay=1.5)
     loss = d3d_loss(drafter(batch), drafter.head_VH, batch, spec, ar_weight=ar_weight, chunk_rows=5)
     loss.value.backward()
@@ -233,10 +238,11 @@ def test_drafting_with_a_cache_gives_the_blocks_that_were_trained(drafter: D3DDr
         ({"block_size": 128, "mask_token_id": 3}, "context of 128"),
         ({"block_size": 4, "mask_token_id": VOCAB}, "mask_token_id"),
         ({"block_size": 4}, "mask_token_id is missing"),
+        ({"block_size": 4, "mask_token_id": 1, "shift": "false"}, "shift"),
         (None, "not a D3D drafter"),
     ],
 )
-def test_a_config_that_cannot_draft_is_refused(fields: dict[str, int] | None, said: str) -> None:
+def test_a_config_that_cannot_draft_is_refused(fields: dict[str, Any] | None, said: str) -> None:
     config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=128)
     config.d3d_config = fields
     with pytest.raises(UserError, match=said):

@@ -27,8 +27,8 @@ from tests.serving_bridge.tiny_serving import (
 
 
 def own_copy(target: Target) -> D3DDrafter:
-    """A drafter that begins with the target's weights."""
-    lm = AutoModelForCausalLM.from_config(d3d_config(target)).float()
+    """A drafter that begins with the target's weights, its rows shifted as a causal LM's."""
+    lm = AutoModelForCausalLM.from_config(d3d_config(target, shift=True)).float()
     lm.load_state_dict(target.model.state_dict())
     return D3DDrafter(lm)
 
@@ -36,14 +36,15 @@ def own_copy(target: Target) -> D3DDrafter:
 def stranger(target: Target) -> D3DDrafter:
     """A drafter of a shape of its own, its head tied to its embedding."""
     shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 12}
-    config = d3d_config(target, tie_word_embeddings=True, initializer_range=0.1, **shape)
+    config = d3d_config(target, shift=False, tie_word_embeddings=True, initializer_range=0.1, **shape)
     with torch.random.fork_rng():
         torch.manual_seed(4)
         return D3DDrafter(AutoModelForCausalLM.from_config(config).float())
 
 
-def d3d_config(target: Target, **changes: Any) -> Any:
-    fields = {"d3d_config": {"block_size": BLOCK_SIZE, "mask_token_id": VOCAB - 1}, "layer_types": None}
+def d3d_config(target: Target, *, shift: bool, **changes: Any) -> Any:
+    spec = {"block_size": BLOCK_SIZE, "mask_token_id": VOCAB - 1, "shift": shift}
+    fields = {"d3d_config": spec, "layer_types": None}
     return type(target.config).from_dict(target.config.to_dict() | fields | changes)
 
 

@@ -1,0 +1,93 @@
+"""All sections of a run, and what must hold between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from pipeline.config.data import (
+    DataConfig,
+    RegenerateConfig,
+    TrafficConfig,
+)
+from pipeline.config.models import (
+    DrafterConfig,
+    LookaheadConfig,
+    PolicyConfig,
+    TargetConfig,
+)
+from pipeline.config.section import Section
+from pipeline.config.serving import (
+    CanaryConfig,
+    ServeConfig,
+    SGLangConfig,
+    TrackingConfig,
+)
+from pipeline.config.training import (
+    EvaluateConfig,
+    FitConfig,
+    GateConfig,
+    LengthHeadConfig,
+    LossConfig,
+    OnlineConfig,
+    PruneConfig,
+)
+
+
+class Config(Section):
+    """Everything a run needs."""
+
+    name: str = Field("run", description="Run name in MLflow.")
+    output: Path = Field(Path("outputs/run"), description="Directory of all results.")
+    seed: int = Field(0, description="Of everything random: order, anchors, initial weights, sampling.")
+    threads: int | None = Field(None, ge=1, description="CPU threads; null leaves torch's default.")
+    budget_minutes: dict[str, float] = Field(
+        default_factory=dict,
+        description="Expected minutes of each stage, shown by `run` beside the time taken.",
+    )
+    target: TargetConfig
+    drafter: DrafterConfig = DrafterConfig()
+    data: DataConfig
+    regenerate: RegenerateConfig = RegenerateConfig()
+    train: FitConfig = FitConfig()
+    distill: FitConfig = FitConfig(steps=200, loss=LossConfig(objective="opd"), anchor_source="rounds")
+    length_head: LengthHeadConfig = LengthHeadConfig(steps=200, anchor_source="rounds")
+    prune: PruneConfig = PruneConfig(steps=200)
+    policy: PolicyConfig = PolicyConfig()
+    lookahead: LookaheadConfig = LookaheadConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    online: OnlineConfig = OnlineConfig()
+    gate: GateConfig = GateConfig()
+    canary: CanaryConfig = CanaryConfig()
+    serve: ServeConfig = ServeConfig()
+    sglang: SGLangConfig = SGLangConfig()
+    traffic: TrafficConfig = TrafficConfig()
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Config:
+        if self.policy.length is not None and self.policy.length > self.drafter.block_size:
+            raise ValueError(
+                f"policy.length {self.policy.length} exceeds drafter.block_size {self.drafter.block_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lookahead_fits(self) -> Config:
+        if self.lookahead.mode != "off" and self.drafter.family != "d3d":
+            raise ValueError(
+                f"lookahead.mode {self.lookahead.mode!r} needs drafter.family d3d: "
+                f"a {self.drafter.family} drafter waits for the target's states"
+            )
+        coverage = self.lookahead.coverage
+        if coverage is not None and coverage > self.drafter.block_size:
+            raise ValueError(
+                f"lookahead.coverage {coverage} is outside 1..{self.drafter.block_size} (drafter.block_size)"
+            )
+        return self
+
+    def dump(self) -> dict[str, Any]:
+        """Plain JSON-able values."""
+        return self.model_dump(mode="json")
