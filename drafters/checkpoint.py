@@ -2,8 +2,8 @@
 
 `config.json` + `model.safetensors` (DFlash: z-lab/SGLang layout, the drafter's own state dict, no embedding, no head; D3D: a HF
 causal LM as `AutoModelForCausalLM` loads it, with `d3d_config`), optionally
-`length_head.json` + `length_head.safetensors`, and `manifest.json` with the sha256 of every file, the target's identity and
-the drafter's version. Engines ignore unknown tensors and do not notice missing ones, so both are refused here.
+`length_head.json` + `length_head.safetensors`, the same for `acceptance_head`, and `manifest.json` with the sha256 of every
+file, the target's identity and the drafter's version. Engines ignore unknown tensors and do not notice missing ones, so both are refused here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
+from drafters.acceptance_head import AcceptanceHead
 from drafters.d3d import D3DDrafter, D3DSpec
 from drafters.dflash import DFlashDrafter
 from drafters.errors import UserError
@@ -33,7 +34,6 @@ from drafters.precondition import plain_state
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
-HEAD_FILES = ("length_head.json", "length_head.safetensors")
 CONTENT = "{digest}"
 """In a version given to `save_drafter`: stands for the start of the checkpoint's digest, so that two runs that share a
 registry or a server never call different weights by one name."""
@@ -46,6 +46,7 @@ class LoadedDrafter:
     drafter: Drafter
     length_head: LengthHead | None
     manifest: dict[str, Any]
+    acceptance_head: AcceptanceHead | None = None
 
     @property
     def drafter_version(self) -> str:
@@ -69,6 +70,7 @@ def save_drafter(
     identity: TargetIdentity,
     drafter_version: str,
     length_head: LengthHead | None = None,
+    acceptance_head: AcceptanceHead | None = None,
     dtype: torch.dtype = torch.bfloat16,
     extra: dict[str, Any] | None = None,
 ) -> Path:
@@ -102,15 +104,20 @@ def save_drafter(
         config.pop("_name_or_path", None)
         _write_json(staging / "config.json", config)
         if length_head is not None:
-            _save_tensors(staging / "length_head.safetensors", length_head, torch.float32)
-            _write_json(
-                staging / "length_head.json",
-                {
-                    "hidden_size": length_head.proj.in_features,
-                    "width": length_head.proj.out_features,
-                    "features": length_head.features,
-                },
-            )
+            shape: dict[str, Any] = {
+                "hidden_size": length_head.proj.in_features,
+                "width": length_head.proj.out_features,
+                "features": length_head.features,
+            }
+            _save_head(staging, "length_head", length_head, shape)
+        if acceptance_head is not None:
+            shape = {
+                "hidden_size": acceptance_head.proj.in_features,
+                "width": acceptance_head.proj.out_features,
+                "block_size": acceptance_head.block_size,
+                "confidence": acceptance_head.reads_confidence,
+            }
+            _save_head(staging, "acceptance_head", acceptance_head, shape)
         files = {p.name: file_sha256(p) for p in sorted(staging.iterdir())}
         manifest = {
             "format_version": FORMAT_VERSION,
@@ -142,18 +149,46 @@ def load_drafter(directory: str | Path, *, dtype: torch.dtype | None = None) -> 
     directory = Path(directory)
     manifest = verify_manifest(directory)
     drafter = _load_d3d(directory) if manifest.get("family") == "d3d" else _load_dflash(directory)
-    head: LengthHead | None = None
-    if any(name in manifest["files"] or (directory / name).exists() for name in HEAD_FILES):
-        unlisted = [name for name in HEAD_FILES if name not in manifest["files"]]
-        if unlisted:
+    length_head: LengthHead | None = None
+    shape = _head_shape(directory, "length_head", manifest)
+    if shape is not None:
+        length_head = LengthHead(shape["hidden_size"], shape["width"], shape["features"])
+        _load_strict(length_head, directory / "length_head.safetensors")
+    acceptance_head: AcceptanceHead | None = None
+    shape = _head_shape(directory, "acceptance_head", manifest)
+    if shape is not None:
+        acceptance_head = AcceptanceHead(
+            shape["hidden_size"], shape["block_size"], shape["width"], confidence=shape["confidence"]
+        )
+        if acceptance_head.block_size != drafter.block_size:
             raise UserError(
-                f"{directory}: {', '.join(unlisted)} not listed in the manifest, but part of a length head"
+                f"{directory}: the acceptance head is for blocks of {acceptance_head.block_size}, the drafter makes "
+                f"blocks of {drafter.block_size}"
             )
-        shape = json.loads((directory / "length_head.json").read_text())
-        head = LengthHead(shape["hidden_size"], shape["width"], shape["features"])
-        _load_strict(head, directory / "length_head.safetensors")
-        head.eval()
-    return LoadedDrafter(drafter.to(dtype or torch.bfloat16).eval(), head, manifest)
+        _load_strict(acceptance_head, directory / "acceptance_head.safetensors")
+    for head in (length_head, acceptance_head):
+        if head is not None:
+            head.eval()
+    return LoadedDrafter(drafter.to(dtype or torch.bfloat16).eval(), length_head, manifest, acceptance_head)
+
+
+def _save_head(staging: Path, name: str, head: nn.Module, shape: dict[str, Any]) -> None:
+    _save_tensors(staging / f"{name}.safetensors", head, torch.float32)
+    _write_json(staging / f"{name}.json", shape)
+
+
+def _head_shape(directory: Path, name: str, manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """What to build a head from, None if the checkpoint has none; its files are there whole and listed, or refused."""
+    files = (f"{name}.json", f"{name}.safetensors")
+    if not any(file in manifest["files"] or (directory / file).exists() for file in files):
+        return None
+    unlisted = [file for file in files if file not in manifest["files"]]
+    if unlisted:
+        raise UserError(
+            f"{directory}: {', '.join(unlisted)} not listed in the manifest, but part of the {name.replace('_', ' ')}"
+        )
+    shape: dict[str, Any] = json.loads((directory / files[0]).read_text())
+    return shape
 
 
 def _load_dflash(directory: Path) -> Drafter:

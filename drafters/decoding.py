@@ -9,6 +9,9 @@ made by another drafter and rebuilds them from the raw features.
 A D3D drafter may draft ahead while the target verifies (`Lookahead`): sessions whose verification ends as one of the prepared
 blocks assumed go on with that block, the others draft.
 
+A policy may find that drafting does not pay (`AdaptivePolicy`): the target then reads anchors alone, which is plain decoding. The
+drafter reads what it missed when it drafts again.
+
 Shapes: N sessions, S prompt tokens, B block size, D drafts of a block (B-1; B-2 in a block prepared for full acceptance), L
 verify_len, H hidden, V vocabulary, C feature width.
 """
@@ -18,20 +21,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from transformers import DynamicCache
 
-from drafters.blocks import AttentionGroup
+from drafters.acceptance_head import draft_confidence
 from drafters.branches import Branch
 from drafters.d3d import AheadRows, D3DDrafter
 from drafters.dflash import ContextCache, DFlashDrafter, KeyValue
+from drafters.drafting import draft_blocks, embed_blocks
 from drafters.errors import UserError
 from drafters.fill import Drafter, draft_head
 from drafters.lookahead import BlockUnderVerification, Lookahead, Preparation, Prepared
-from drafters.policies import LengthPolicy, Load
+from drafters.policies import AdaptivePolicy, LengthPolicy, Load, RoundTiming, reads_confidence
 from drafters.target import Target, TargetOutput
 from drafters.verify import (
     SamplingParams,
@@ -59,8 +63,9 @@ class ServingDrafter:
 class DecodedRound:
     """One verification round.
 
-    `start` is the anchor's absolute position, `draft_ids` all D drafts, also those beyond verify_len; `committed` counts
-    tokens kept after cutting at EOS and the length limit; `prepared` says that the block was drafted ahead.
+    `start` is the anchor's absolute position, `draft_ids` all D drafts, also those beyond verify_len, and empty if the round did
+    without drafting; `committed` counts tokens kept after cutting at EOS and the length limit; `prepared` says that the block was
+    drafted ahead.
     """
 
     start: int
@@ -130,6 +135,8 @@ class DecodingSession:
         # hidden states of the next block, if it was prepared; by `_context_owner`
         self._prepared: torch.Tensor | None = None
         self._context_owner: Drafter | None = None
+        # the anchor that was last drafted at
+        self._drafted_at = 0
 
     @property
     def output_ids(self) -> list[int]:
@@ -193,6 +200,10 @@ class DecodingSession:
         tokens = torch.tensor(self.tokens[self._encoded :], device=drafter.device)
         start, self._encoded = self._encoded, self._start
         return tokens, start, self._draft_cache
+
+    def _follows(self, drafter: Drafter) -> bool:
+        """Whether drafting now is as dear as it mostly is: this drafter has read all but about the last round."""
+        return self._context_owner is drafter and self._start - self._drafted_at <= drafter.block_size
 
     def _take_prepared(self, drafter: Drafter) -> torch.Tensor | None:
         """Hidden states of this round's block if this drafter has prepared it; it is not kept."""
@@ -287,58 +298,6 @@ class DecodingSession:
 
 
 @torch.no_grad()
-def embed_blocks(sessions: Sequence[DecodingSession], drafter: Drafter) -> torch.Tensor:
-    """embeddings_NBH of the blocks that the sessions are at: anchor and masks."""
-    target = sessions[0].target
-    blocks_NB = torch.full(
-        (len(sessions), drafter.block_size), drafter.spec.mask_token_id, device=target.device
-    )
-    blocks_NB[:, 0] = torch.tensor([session.tokens[-1] for session in sessions], device=target.device)
-    return drafter.embed(blocks_NB) if isinstance(drafter, D3DDrafter) else target.embed(blocks_NB)
-
-
-@torch.no_grad()
-def draft_blocks(sessions: Sequence[DecodingSession], drafter: Drafter) -> torch.Tensor:
-    """Fill one block for each session that has begun; returns hidden_NBH."""
-    target = sessions[0].target
-    if isinstance(drafter, D3DDrafter):
-        tokens, starts, caches = zip(*(session._unread(drafter) for session in sessions), strict=True)
-        return drafter.draft(tokens, starts, caches)
-    _encode(sessions, drafter)
-    starts_N = torch.tensor([session._start for session in sessions], device=target.device)
-    groups: list[AttentionGroup] = []
-    first = 0
-    for number, session in enumerate(sessions):
-        assert session._context.length == session._start, (session._context.length, session._start)
-        last = first + session._context.length
-        groups.append(AttentionGroup(slice(number, number + 1), slice(first, last), None))
-        first = last
-    return drafter(
-        embed_blocks(sessions, drafter),
-        starts_N[:, None] + torch.arange(drafter.block_size, device=target.device),
-        ContextCache.cat([session._context for session in sessions]),
-        groups,
-    )
-
-
-def _encode(sessions: Sequence[DecodingSession], drafter: DFlashDrafter) -> None:
-    """Bring each session's drafter context up to its anchor, with one pass over all new features."""
-    fresh = [(session, session._unencoded(drafter)) for session in sessions]
-    pieces = [(session, features) for session, features in fresh if features is not None]
-    if not pieces:
-        return
-    lengths = [features.shape[0] for _, features in pieces]
-    positions = [
-        torch.arange(session._start - length, session._start, device=session.target.device)
-        for (session, _), length in zip(pieces, lengths, strict=True)
-    ]
-    layers = drafter.context_key_values(torch.cat([features for _, features in pieces]), torch.cat(positions))
-    split = [(keys.split(lengths), values.split(lengths)) for keys, values in layers]
-    for number, (session, _) in enumerate(pieces):
-        session._extend_context([(keys[number], values[number]) for keys, values in split])
-
-
-@torch.no_grad()
 def decode_round(
     sessions: Sequence[DecodingSession],
     serving: ServingDrafter,
@@ -365,8 +324,18 @@ def decode_round(
         if not session.begun
     ]
     running = [session for session in sessions if session.begun]
+    policy = serving.policy if isinstance(serving.policy, AdaptivePolicy) else None
+    draft_s: float | None = None
     if running:
-        jobs += _draft(running, serving, load or Load(running=len(sessions)), lookahead, failed)
+        load = load or Load(running=len(sessions))
+        if policy is None or policy.wants_draft(load):
+            usual = all(session._follows(serving.drafter) for session in running)
+            started = time.perf_counter()
+            jobs += _draft(running, serving, load, lookahead, failed)
+            # lengths were read by the host, so the drafter's work is done
+            draft_s = time.perf_counter() - started if usual else None
+        else:
+            jobs += [_plain(session, serving.drafter) for session in running]
     if not jobs:
         return failed
     ahead: Preparation[DecodingSession] | None = None
@@ -374,7 +343,7 @@ def decode_round(
         blocks = [
             BlockUnderVerification(job.session, job.ids, job.draft.ids.tolist(), job.draft.logits_DV)
             for job in jobs
-            if job.draft is not None
+            if job.draft is not None and len(job.draft.ids)
         ]
         ahead = Preparation.start(lookahead, serving.drafter, blocks)
     started = time.perf_counter()
@@ -402,15 +371,21 @@ def decode_round(
         if ahead is not None:
             ahead.abandon()
         raise
+    verify_s = time.perf_counter() - started
+    if policy is not None and len(running) == len(jobs) and not failed:
+        policy.observe(RoundTiming(len(jobs), sum(len(job.ids) for job in jobs), verify_s, draft_s))
     if ahead is not None:
         going_on = [s for s in running if s not in failed and not s.finished]
-        ahead.finish(time.perf_counter() - started, {s: s.rounds[-1].accepted for s in going_on})
+        ahead.finish(verify_s, {s: s.rounds[-1].accepted for s in going_on})
     return failed
 
 
 @dataclass(frozen=True)
 class _Draft:
-    """One session's block: its D drafts, their logits, and what they were drawn from unless they are the likeliest."""
+    """One session's block: its D drafts, their logits, and what they were drawn from unless they are the likeliest.
+
+    No drafts at all in a round that does without.
+    """
 
     ids: torch.Tensor
     logits_DV: torch.Tensor
@@ -426,6 +401,14 @@ class _Rows:
     ids: torch.Tensor
     start: int
     draft: _Draft | None = None
+
+
+def _plain(session: DecodingSession, drafter: Drafter) -> _Rows:
+    """The row of a session that decodes one token without drafts."""
+    session._take_prepared(drafter)
+    ids = torch.tensor(session.tokens[-1:], device=session.target.device)
+    nothing = _Draft(ids[:0], session.target.head_VH.new_zeros(0, 0), None, prepared=False)
+    return _Rows(session, ids, session._start, nothing)
 
 
 def _draft(
@@ -453,12 +436,20 @@ def _draft(
     head_VH = draft_head(drafter, target)
     # two dimensions, or `linear` would copy the head once per block
     drafting = torch.cat([block[1:] for block in hidden]).to(head_VH.dtype)
-    logits = torch.nn.functional.linear(drafting, head_VH).split([len(block) - 1 for block in hidden])
+    all_logits, counts = torch.nn.functional.linear(drafting, head_VH), [len(block) - 1 for block in hidden]
+    logits = all_logits.split(counts)
     # a block prepared for full acceptance lacks its last slot; the policy is shown the one before it in its place
-    hidden_NBH = torch.stack([torch.cat([b, b[-1:].expand(drafter.block_size - len(b), -1)]) for b in hidden])
+    hidden_NBH = torch.stack([_filled_up(block, drafter.block_size) for block in hidden])
+    if reads_confidence(serving.policy):
+        confidence = draft_confidence(all_logits).split(counts)
+        load = replace(
+            load, confidence_ND=torch.stack([_filled_up(c, drafter.block_size - 1) for c in confidence])
+        )
     embeddings_NBH = embed_blocks(sessions, drafter)
     lengths_N = serving.policy.verify_len(hidden_NBH, embeddings_NBH, load)
     rows: list[_Rows] = []
+    for session in sessions:
+        session._drafted_at = session._start
     for session, logits_DV, length, block in zip(sessions, logits, lengths_N.tolist(), blocks, strict=True):
         with _noting(session, failed):
             drafts, q_LV = session._choose(logits_DV, serving)
@@ -469,6 +460,12 @@ def _draft(
             draft = _Draft(drafts, logits_DV, q_LV, prepared=block is not None)
             rows.append(_Rows(session, ids, session._start, draft))
     return rows
+
+
+def _filled_up(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """`rows` with the last one repeated up to `length`."""
+    missing = length - len(rows)
+    return torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])]) if missing else rows
 
 
 @contextmanager

@@ -2,28 +2,50 @@
 
 One interface for all. At T>0 with sampled drafts a policy must decide from the context and the drafter's distributions
 alone, or from d₁..d_{v-1} when it answers v: looking at d_v or later shifts the output distribution. The policies here
-read hidden states only, never drafted tokens, so they are lossless with sampled and with argmax drafts alike.
+read hidden states only, never drafted tokens, so they are lossless with sampled and with argmax drafts alike. `survival` and
+`throughput` have modules of their own.
 
-Shapes: N blocks, B block size, H hidden size.
+Shapes: N blocks, B block size, D drafts of a block (B-1), H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from drafters.errors import UserError
 from drafters.length_head import LengthHead, verify_len_from
 
+Value = TypeVar("Value")
+
 
 @dataclass(frozen=True)
 class Load:
-    """What the engine knows when it asks: requests running in this round."""
+    """What the engine knows when it asks: requests running in this round.
+
+    `confidence_ND` fp32, for policies that read it (`reads_confidence`): the log-probability of the likeliest draft of every
+    slot, at temperature 1. A function of the drafter's distributions, the same whichever drafts are drawn.
+    """
 
     running: int = 1
+    confidence_ND: torch.Tensor | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class RoundTiming:
+    """A finished round without new prompts.
+
+    `rows` that the target read for `requests` requests in `verify_s` seconds, the choice of what to commit included. `draft_s`
+    seconds of drafting a block for each of them; None if none was drafted, or if it also had to read more text than usual.
+    """
+
+    requests: int
+    rows: int
+    verify_s: float
+    draft_s: float | None
 
 
 class LengthPolicy(Protocol):
@@ -35,6 +57,30 @@ class LengthPolicy(Protocol):
     def verify_len(self, hidden_NBH: torch.Tensor, embeddings_NBH: torch.Tensor, load: Load) -> torch.Tensor:
         """int64 [N] in 1..B, the anchor counted."""
         ...
+
+
+@runtime_checkable
+class AdaptivePolicy(Protocol):
+    """What a policy has besides that learns from rounds and may do without drafting."""
+
+    def wants_draft(self, load: Load) -> bool:
+        """Asked before each round; False: all requests decode one token plainly. May depend on earlier rounds only."""
+        ...
+
+    def observe(self, timing: RoundTiming) -> None:
+        """Told of each round after it."""
+        ...
+
+
+def reads_confidence(policy: LengthPolicy) -> bool:
+    """Whether the policy wants `Load.confidence_ND`, which costs a pass over the draft logits."""
+    return bool(getattr(policy, "reads_confidence", False))
+
+
+def by_load(values: Mapping[int, Value], default: Value, load: Load) -> Value:
+    """The value of the highest threshold of running requests that is reached, else the default."""
+    reached = [threshold for threshold in values if threshold <= load.running]
+    return values[max(reached)] if reached else default
 
 
 @dataclass(frozen=True)
@@ -67,8 +113,7 @@ class AdaFlashPolicy:
 
     def gamma_at(self, load: Load) -> float:
         """γ for this load: that of the highest threshold reached, else the default."""
-        reached = [threshold for threshold in self.gamma_by_load if threshold <= load.running]
-        return self.gamma_by_load[max(reached)] if reached else self.gamma
+        return by_load(self.gamma_by_load, self.gamma, load)
 
     @torch.no_grad()
     def verify_len(self, hidden_NBH: torch.Tensor, embeddings_NBH: torch.Tensor, load: Load) -> torch.Tensor:

@@ -83,6 +83,10 @@ def launch_of(config: Config, drafter: Path, model: str) -> Launch:
             raise UserError(
                 f"sglang.launch.algorithm: {launch.algorithm} does not serve drafters of family {family}"
             )
+    if policy.name in ("survival", "throughput"):
+        raise UserError(
+            f"policy.name: {policy.name} is served by the embedded engine only; SGLang takes fixed and adaflash"
+        )
     length = LengthSettings(
         gamma=policy.gamma,
         gamma_by_load={str(load): gamma for load, gamma in policy.gamma_by_load.items()},

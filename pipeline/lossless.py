@@ -21,7 +21,8 @@ from drafters.packing import Document
 from drafters.policies import FixedPolicy, LengthPolicy
 from pipeline.config import Config
 from pipeline.lookahead import budget_for, lookahead_worker
-from pipeline.models import TargetBundle, load_drafter_for, make_policy
+from pipeline.models import TargetBundle, load_drafter_for
+from pipeline.policies import policy_factory
 from serving_bridge.local_engine import Completion, LocalEngine, Request
 
 SWAP_EVERY_S = 0.5
@@ -72,7 +73,7 @@ def check_lossless(
     policies: dict[str, Callable[[LoadedDrafter], LengthPolicy]] = {
         "fixed": lambda loaded: FixedPolicy(),
         **{f"fixed_{length}": _fixed(length) for length in config.evaluate.fixed_lengths},
-        config.policy.name: lambda loaded: make_policy(config.policy, loaded),
+        config.policy.name: policy_factory(config.policy),
     }
 
     def engine(directory: Path, policy: str, lookahead: Lookahead | None = None) -> LocalEngine:

@@ -31,10 +31,9 @@ from drafters.identity import TargetIdentity, require_same_target, tokenizer_has
 from drafters.initialise import initialise
 from drafters.layer_ids import check_layer_ids, default_layer_ids
 from drafters.packing import Document
-from drafters.policies import AdaFlashPolicy, FixedPolicy, LengthPolicy
 from drafters.precondition import feature_rms, precondition
 from drafters.target import Target
-from pipeline.config import Config, PolicyConfig
+from pipeline.config import Config
 from pipeline.hardware import keep_freed_memory, resolve_dtype
 from pipeline.tiny_target import write_tiny_target
 
@@ -296,18 +295,7 @@ def keep_copy(directory: Path, source: Path, bundle: TargetBundle) -> Path:
         identity=loaded.identity,
         drafter_version=loaded.drafter_version,
         length_head=loaded.length_head,
-    )
-
-
-def make_policy(config: PolicyConfig, loaded: LoadedDrafter) -> LengthPolicy:
-    """The configured length policy; `adaflash` without a length head falls back to whole blocks."""
-    if config.name == "fixed" or loaded.length_head is None:
-        return FixedPolicy(config.length)
-    return AdaFlashPolicy(
-        loaded.length_head.to(next(loaded.drafter.parameters()).device),
-        gamma=config.gamma,
-        gamma_by_load=config.gamma_by_load,
-        off_below_load=config.off_below_load,
+        acceptance_head=loaded.acceptance_head,
     )
 
 

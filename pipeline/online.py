@@ -317,6 +317,7 @@ class OnlinePublisher:
             identity=module.target.identity,
             drafter_version=f"{self.name}-r{round_index + 1}-{CONTENT}",
             length_head=module.length_head,
+            acceptance_head=module.acceptance_head,
         )
 
     def _enter(self, phase: Phase, round_index: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 
 from datamodules.offline import OfflineDataModule
+from drafters.acceptance_head import AcceptanceHead
 from drafters.checkpoint import save_drafter
 from drafters.fill import Drafter
 from drafters.identity import TargetIdentity
@@ -23,7 +24,7 @@ class ExportBest(L.Callback):
         identity: of the target.
         drafter_version: written into the manifest.
         measure_start: the drafter as it came is the first candidate, so that a stage never hands on a worse one.
-        length_head: exported beside the drafter.
+        length_head, acceptance_head: exported beside the drafter.
         extra: further manifest entries.
     """
 
@@ -37,6 +38,7 @@ class ExportBest(L.Callback):
         *,
         measure_start: bool = False,
         length_head: LengthHead | None = None,
+        acceptance_head: AcceptanceHead | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
         self.directory = directory
@@ -44,6 +46,7 @@ class ExportBest(L.Callback):
         self.drafter_version = drafter_version
         self.measure_start = measure_start
         self.length_head = length_head
+        self.acceptance_head = acceptance_head
         self.extra = extra
         self.best = float("-inf")
         self.history: list[tuple[int, float]] = []
@@ -95,5 +98,6 @@ class ExportBest(L.Callback):
                 identity=self.identity,
                 drafter_version=self.drafter_version,
                 length_head=self.length_head,
+                acceptance_head=self.acceptance_head,
                 extra=self.extra,
             )

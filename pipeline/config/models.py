@@ -64,8 +64,11 @@ class DrafterConfig(Section):
 class PolicyConfig(Section):
     """Length policy of serving."""
 
-    name: Literal["fixed", "adaflash"] = Field(
-        "adaflash", description="fixed: one length; adaflash: the length head, whole blocks without one."
+    name: Literal["fixed", "adaflash", "survival", "throughput"] = Field(
+        "adaflash",
+        description="fixed: one length; adaflash: the length head, whole blocks without one; survival: drafts that the "
+        "acceptance head finds likely enough to be reached; throughput: all requests' lengths together, for the most tokens per "
+        "measured second, plain decoding included. The last two need an acceptance head.",
     )
     length: int | None = Field(None, ge=1, description="verify_len of `fixed`; null verifies whole blocks.")
     gamma: float = Field(1.0, gt=0, description="γ of adaflash: scales the predicted length.")
@@ -74,6 +77,20 @@ class PolicyConfig(Section):
     )
     off_below_load: int = Field(
         0, ge=0, description="Below this many running requests the head is not asked."
+    )
+    threshold: float = Field(
+        0.3,
+        ge=0,
+        le=1,
+        description="survival: verify drafts whose chance that they and all before are accepted is at least this.",
+    )
+    threshold_by_load: dict[int, Annotated[float, Field(ge=0, le=1)]] = Field(
+        default_factory=dict, description="survival: from this many running requests on → threshold."
+    )
+    probe_every: int = Field(
+        64,
+        ge=2,
+        description="throughput: one round in so many tries what seems not to pay, drafting or not.",
     )
 
 

@@ -36,7 +36,7 @@ class OptimConfig(Section):
     """AdamW."""
 
     lr: float = Field(3e-4, gt=0, description="Peak learning rate of the drafter.")
-    head_lr: float = Field(2e-4, gt=0, description="Length head's own rate.")
+    head_lr: float = Field(2e-4, gt=0, description="Own rate of the length and the acceptance head.")
     weight_decay: float = Field(0.01, ge=0, description="On matrices; norms and biases are not decayed.")
     warmup_steps: int = Field(20, ge=0, description="Optimizer steps of linear warm-up.")
     schedule: Literal["constant", "cosine"] = Field(
@@ -79,11 +79,18 @@ class FitConfig(Section):
 
 
 class LengthHeadConfig(FitConfig):
-    """The length head's fit. `loss`, `vocabulary` and `validate_every` have no effect here."""
+    """The fit of the length head and the acceptance head. `loss`, `vocabulary` and `validate_every` have no effect here."""
 
     width: int = Field(128, ge=1, description="Width of the head's hidden layer.")
     features: Literal["hidden", "embedding"] = Field(
         "hidden", description="What the head reads: the drafter's final hidden states, or its input."
+    )
+    acceptance: bool = Field(
+        True, description="Fit the acceptance head too, which the policies survival and throughput need."
+    )
+    confidence: bool = Field(
+        True,
+        description="The acceptance head also reads how sure the drafter is: better, for a pass over the draft logits.",
     )
 
 

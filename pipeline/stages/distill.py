@@ -65,6 +65,7 @@ def distill_offline(config: Config, *, drafter: Path, resume: bool = False) -> P
                 f"{config.name}-distill-{CONTENT}",
                 measure_start=True,
                 length_head=loaded.length_head,
+                acceptance_head=loaded.acceptance_head,
             )
             trainer = stage_trainer(
                 stage.output,

@@ -25,7 +25,8 @@ from pipeline.corpus import load_documents, responses_directory
 from pipeline.lookahead import Comparison, SlowedTarget, compare_lookahead, lookahead_worker
 from pipeline.lossless import LosslessReport, check_lossless
 from pipeline.measure import acceptance_summary, decoding_speed
-from pipeline.models import load_drafter_for, load_target, make_policy
+from pipeline.models import load_drafter_for, load_target
+from pipeline.policies import make_policy
 from pipeline.stages.context import Stage, open_stage
 
 

@@ -170,6 +170,7 @@ def canary_drill(
         identity=desk.bundle.target.identity,
         drafter_version=f"{config.name}-damaged-{CONTENT}",
         length_head=loaded.length_head,
+        acceptance_head=loaded.acceptance_head,
     )
     reader = reader_at_end(log_place(config))
     server.swap(bad)

@@ -97,6 +97,7 @@ def distill_online(
             loss_spec(settings.loss),
             optim_spec(settings.optim, None),
             loaded.length_head.train() if loaded.length_head is not None else None,
+            acceptance_head=loaded.acceptance_head.train() if loaded.acceptance_head is not None else None,
             feature_cache_bytes=settings.feature_cache_mib * 2**20,
             ar_weight=settings.loss.ar_weight,
         )

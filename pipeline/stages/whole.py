@@ -25,7 +25,8 @@ from pipeline.config import Config
 from pipeline.console import say, show_table
 from pipeline.corpus import conversations, source_specs, train_and_validation
 from pipeline.measure import acceptance_summary
-from pipeline.models import TargetBundle, keep_copy, load_drafter_for, make_policy
+from pipeline.models import TargetBundle, keep_copy, load_drafter_for
+from pipeline.policies import policy_factory
 from pipeline.release import ReleaseDesk, gate_policy
 from pipeline.report import write_report
 from pipeline.result import RESULT_FILE
@@ -173,7 +174,7 @@ class _Service:
         self.engine = LocalEngine(
             bundle.target,
             desk.checkpoint(champion.version),
-            policy=lambda loaded: make_policy(config.policy, loaded),
+            policy=policy_factory(config.policy),
             eos_ids=bundle.eos_ids,
             writer=self.writer,
             max_running=config.serve.max_running,
@@ -288,6 +289,7 @@ def gate_drill(stage: Stage, desk: ReleaseDesk, champion: Path) -> list[dict[str
         identity=bundle.target.identity,
         drafter_version=f"{config.name}-drill-{CONTENT}",
         length_head=loaded.length_head,
+        acceptance_head=loaded.acceptance_head,
     )
     _, validation = train_and_validation(config, bundle.target.identity)
     desk.submit(worse, validation, run_id=stage.tracked.run_id, tags={"data_window": "gate drill"})

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drafters.decoding import DecodingSession, ServingDrafter, draft_blocks, embed_blocks
+from drafters.decoding import DecodingSession, ServingDrafter
 from drafters.dflash import DFlashDrafter
+from drafters.drafting import draft_blocks, embed_blocks
 from drafters.fill import fill_blocks
 from drafters.packing import Document, pack_documents
 from drafters.policies import FixedPolicy

@@ -19,12 +19,12 @@ from pipeline.models import (
     fingerprint,
     load_drafter_for,
     load_target,
-    make_policy,
     new_drafter,
     prepare_training,
     target_directory,
     target_name,
 )
+from pipeline.policies import make_policy
 
 
 def config_for(output: Path, model: str = "tiny:llama", **changes: Any) -> Config:

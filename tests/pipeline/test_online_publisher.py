@@ -137,7 +137,9 @@ def scene(desks: Desks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scen
 
 def settle(publisher: OnlinePublisher, quality: float, round_index: int = 0, seed: int = 1) -> None:
     """Publish a round whose training made a drafter of this quality."""
-    module: Any = SimpleNamespace(drafter=drafter_of(quality, seed), target=tiny_target(), length_head=None)
+    module: Any = SimpleNamespace(
+        drafter=drafter_of(quality, seed), target=tiny_target(), length_head=None, acceptance_head=None
+    )
     stream = SimpleNamespace(holdout=documents(6, "code", "held"), counts={"admitted": 9})
     datamodule: Any = SimpleNamespace(stream=stream)
     publisher.publish(module, datamodule, round_index)

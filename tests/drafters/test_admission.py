@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving_bridge.sglang_plugin.admission import AdmissionEstimate
+from drafters.admission import AdmissionEstimate
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, -0.5, 2.0])

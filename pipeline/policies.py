@@ -1,0 +1,51 @@
+"""Length policies of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from drafters.checkpoint import LoadedDrafter
+from drafters.errors import UserError
+from drafters.policies import AdaFlashPolicy, FixedPolicy, LengthPolicy
+from drafters.step_cost import StepCosts
+from drafters.survival_policy import SurvivalPolicy
+from drafters.throughput_policy import ThroughputPolicy
+from pipeline.config import PolicyConfig
+
+
+def make_policy(config: PolicyConfig, loaded: LoadedDrafter, costs: StepCosts | None = None) -> LengthPolicy:
+    """The configured length policy of a drafter; `adaflash` without a length head falls back to whole blocks.
+
+    Args:
+        config: the section.
+        loaded: the drafter with its heads, which are moved to its device.
+        costs: the table that `throughput` goes on with; None starts a new one.
+
+    Raises:
+        UserError: when the drafter lacks the head that the policy rests on.
+    """
+    device = next(loaded.drafter.parameters()).device
+    if config.name in ("survival", "throughput"):
+        if loaded.acceptance_head is None:
+            raise UserError(
+                f"policy.name: {config.name} needs an acceptance head, and drafter {loaded.drafter_version} has none; fit one "
+                "with fit-length-head (length_head.acceptance: true), or choose fixed or adaflash"
+            )
+        head = loaded.acceptance_head.to(device)
+        if config.name == "survival":
+            return SurvivalPolicy(head, config.threshold, config.threshold_by_load)
+        return ThroughputPolicy(head, costs, probe_every=config.probe_every)
+    if config.name == "fixed" or loaded.length_head is None:
+        return FixedPolicy(config.length)
+    return AdaFlashPolicy(
+        loaded.length_head.to(device),
+        gamma=config.gamma,
+        gamma_by_load=config.gamma_by_load,
+        off_below_load=config.off_below_load,
+    )
+
+
+def policy_factory(config: PolicyConfig) -> Callable[[LoadedDrafter], LengthPolicy]:
+    """Makes the policy of each drafter that one engine serves; what rounds cost outlives a swap."""
+    costs = StepCosts()
+    return lambda loaded: make_policy(config, loaded, costs)
