@@ -1,11 +1,12 @@
 """Calibration of predicted probabilities: how far they are off, and Platt's two numbers that bring them back.
 
-Shapes: R predictions.
+Shapes: R predictions, P parameters.
 """
 
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 MIN_EVENTS = 10
 """With fewer of either outcome the scale is left at 1: a slope fitted to a handful of events means nothing."""
@@ -26,34 +27,41 @@ def platt_scaling(logits_R: torch.Tensor, outcomes_R: torch.Tensor) -> tuple[flo
     hits = float(y.sum())
     misses = x.numel() - hits
     smooth = torch.where(y > 0.5, (hits + 1) / (hits + 2), 1 / (misses + 2))
-    columns = [x, torch.ones_like(x)] if min(hits, misses) >= MIN_EVENTS else [torch.ones_like(x)]
-    design = torch.stack(columns, dim=1)
-    offset = torch.zeros_like(x) if len(columns) == 2 else x
-    parameters = torch.zeros(len(columns), dtype=torch.float64)
-    if len(columns) == 2:
-        parameters[0] = 1.0
+    ones = torch.ones_like(x)
+    spread = float(x.std()) if x.numel() > 1 else 0.0
+    if min(hits, misses) < MIN_EVENTS or spread == 0:
+        (shift,) = _logistic_fit(ones[:, None], x, smooth)
+        return 1.0, shift
+    # scaled, so that a step is of the size of what it changes
+    scale, shift = _logistic_fit(torch.stack([x / spread, ones], dim=1), torch.zeros_like(x), smooth)
+    return max(scale / spread, 1e-3), shift
 
-    def loss(at: torch.Tensor) -> float:
-        z = offset + design @ at
-        return float(torch.nn.functional.binary_cross_entropy_with_logits(z, smooth))
 
+def _logistic_fit(design_RP: torch.Tensor, offset_R: torch.Tensor, smooth_R: torch.Tensor) -> list[float]:
+    """Parameters [P] of sigmoid(offset + design·parameters), by Newton's method with step halving from zero."""
+
+    def loss(at_P: torch.Tensor) -> float:
+        return float(binary_cross_entropy_with_logits(offset_R + design_RP @ at_P, smooth_R))
+
+    parameters = torch.zeros(design_RP.shape[1], dtype=torch.float64)
+    ridge = 1e-9 * torch.eye(len(parameters), dtype=torch.float64)
     current = loss(parameters)
     for _ in range(_NEWTON_STEPS):
-        p = torch.sigmoid(offset + design @ parameters)
-        gradient = design.T @ (p - smooth) / x.numel()
-        hessian = (design.T * (p * (1 - p))) @ design / x.numel()
-        step = torch.linalg.solve(hessian + 1e-9 * torch.eye(len(columns), dtype=torch.float64), gradient)
-        # halved until it helps: far from the optimum a whole Newton step may overshoot
+        p_R = torch.sigmoid(offset_R + design_RP @ parameters)
+        gradient_P = design_RP.T @ (p_R - smooth_R) / len(p_R)
+        hessian_PP = (design_RP.T * (p_R * (1 - p_R))) @ design_RP / len(p_R)
+        step_P = torch.linalg.solve(hessian_PP + ridge, gradient_P)
+        # the loss is convex, so some share of the step helps until the optimum is reached
         size = 1.0
-        while size > 1e-6 and loss(parameters - size * step) > current:
+        while size > 1e-9 and loss(parameters - size * step_P) >= current:
             size /= 2
-        parameters = parameters - size * step
-        previous, current = current, loss(parameters)
-        if previous - current < 1e-12:
+        if size <= 1e-9:
             break
-    if len(columns) == 1:
-        return 1.0, float(parameters[0])
-    return max(float(parameters[0]), 1e-3), float(parameters[1])
+        parameters = parameters - size * step_P
+        previous, current = current, loss(parameters)
+        if previous - current < 1e-13:
+            break
+    return parameters.tolist()
 
 
 def calibration_error(predicted_R: torch.Tensor, outcomes_R: torch.Tensor, bins: int = 10) -> float:

@@ -2,8 +2,9 @@
 
 `config.json` + `model.safetensors` (DFlash: z-lab/SGLang layout, the drafter's own state dict, no embedding, no head; D3D: a HF
 causal LM as `AutoModelForCausalLM` loads it, with `d3d_config`), optionally
-`length_head.json` + `length_head.safetensors`, the same for `acceptance_head`, and `manifest.json` with the sha256 of every
-file, the target's identity and the drafter's version. Engines ignore unknown tensors and do not notice missing ones, so both are refused here.
+`length_head.json` + `length_head.safetensors` and the same for `acceptance_head`, and `manifest.json` with the sha256 of every
+file, the target's identity and the drafter's version. Engines ignore unknown tensors and do not notice missing ones, so both
+are refused here.
 """
 
 from __future__ import annotations

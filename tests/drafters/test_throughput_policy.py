@@ -1,0 +1,142 @@
+"""Joint lengths are the best of all length vectors, and drafting stops and resumes as it pays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from drafters.policies import AdaptivePolicy, FixedPolicy, Load, RoundTiming
+from drafters.survival_policy import SurvivalPolicy
+from drafters.throughput_policy import CALIBRATION_ROUNDS, ThroughputPolicy, best_lengths
+from tests.drafters.policy_samples import linear_costs, random_acceptance_head, settled_policy
+
+BLOCK, HIDDEN = 4, 6
+
+
+def hidden(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, BLOCK, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def stairs(rows: np.ndarray) -> np.ndarray:
+    """Steps, as kernels that work in tiles have them."""
+    return 1.0 + 0.6 * np.ceil(rows / 4)
+
+
+COSTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "linear": lambda rows: 1.0 + 0.1 * rows,
+    "dear": lambda rows: 0.1 + rows.astype(float),
+    "free": lambda rows: np.ones(len(rows)),
+    "stairs": stairs,
+    "convex": lambda rows: 1.0 + 0.02 * rows.astype(float) ** 2,
+    "concave": lambda rows: np.sqrt(rows),
+}
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("draft_s", [0.0, 0.7])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_length_vector_is_better(cost: str, draft_s: float, seed: int) -> None:
+    num_requests, drafts = 3, BLOCK - 1
+    generator = np.random.default_rng(seed)
+    # coarse values, so that equal survivals and equal rates occur
+    survival = np.cumprod(np.round(generator.uniform(0.2, 1.0, (num_requests, drafts)), 1), axis=1)
+    verify_s = COSTS[cost](np.arange(num_requests, num_requests * BLOCK + 1))
+    plan = best_lengths(survival, verify_s, draft_s)
+
+    def rate(lengths: tuple[int, ...]) -> float:
+        tokens = sum(1 + survival[n, : v - 1].sum() for n, v in enumerate(lengths))
+        return float(tokens / (draft_s + verify_s[sum(lengths) - num_requests]))
+
+    every = itertools.product(range(1, BLOCK + 1), repeat=num_requests)
+    assert rate(tuple(plan.lengths)) == pytest.approx(max(map(rate, every)), rel=1e-12)
+    assert plan.rate == pytest.approx(rate(tuple(plan.lengths)), rel=1e-12)
+
+
+def test_free_rows_are_all_verified_and_dear_ones_not() -> None:
+    survival = np.asarray([[0.9, 0.5, 0.1], [0.8, 0.7, 0.6]])
+    assert best_lengths(survival, np.ones(7), 0.0).lengths == [4, 4]
+    assert best_lengths(survival, 1.0 + 100.0 * np.arange(7), 0.0).lengths == [1, 1]
+    # one row for every two tokens: only what survives with more than one half
+    lengths = best_lengths(survival, 2.0 * np.arange(2, 9), 0.0).lengths
+    assert lengths == [1, 1]
+    # rows that cost little beside the pass: the likelier of two requests gets more of them
+    short, long = best_lengths(survival, 10.0 + 2.5 * np.arange(7), 0.0).lengths
+    assert 1 < short < long
+
+
+def test_the_policy_answers_with_its_plan() -> None:
+    head = random_acceptance_head(HIDDEN, BLOCK, confidence=False)
+    policy = settled_policy(head, linear_costs(fixed=1.0, row=0.1, draft=0.3, block_size=BLOCK))
+    states = hidden(2)
+    lengths = policy.verify_len(states, states, Load(2))
+    survival = head.survival(states).double().numpy()
+    verify_s = 1.0 + 0.1 * np.arange(2, 2 * BLOCK + 1)
+    assert lengths.tolist() == best_lengths(survival, verify_s, 0.3).lengths
+    assert lengths.dtype == torch.int64
+    assert len(set(lengths.tolist())) == 2, "the two requests must differ for this to say anything"
+    # another request beside it changes what a request gets
+    alone = [policy.verify_len(states[i : i + 1], states, Load(1)).item() for i in range(2)]
+    assert alone != lengths.tolist()
+
+
+def feed(policy: ThroughputPolicy, *, fixed: float, row: float, draft: float, rounds: int) -> list[bool]:
+    """Rounds of two requests on a machine of such costs; whether each was drafted."""
+    drafted = []
+    for number in range(rounds):
+        wants = policy.wants_draft(Load(2))
+        states = hidden(2, number)
+        rows = int(policy.verify_len(states, states, Load(2)).sum()) if wants else 2
+        policy.observe(RoundTiming(2, rows, fixed + row * rows, draft if wants else None))
+        drafted.append(wants)
+    return drafted
+
+
+@pytest.mark.parametrize(
+    ("draft", "row", "pays"), [(0.01, 0.01, True), (50.0, 0.01, False), (0.3, 10.0, False)]
+)
+def test_drafting_stops_where_it_does_not_pay(draft: float, row: float, pays: bool) -> None:
+    policy = ThroughputPolicy(random_acceptance_head(HIDDEN, BLOCK, confidence=False, bias=1.0), probe_every=20)
+    drafted = feed(policy, fixed=1.0, row=row, draft=draft, rounds=120)
+    assert all(drafted[:CALIBRATION_ROUNDS]), "it cannot know yet"
+    later = drafted[60:]
+    # but for probes, one in 20
+    assert later.count(not pays) == 3
+    assert [i for i, wants in enumerate(drafted, start=1) if i > 60 and wants != pays] == [80, 100, 120]
+
+
+def test_drafting_resumes_when_it_pays_again() -> None:
+    policy = ThroughputPolicy(random_acceptance_head(HIDDEN, BLOCK, confidence=False, bias=1.0), probe_every=8)
+    assert sum(feed(policy, fixed=1.0, row=0.01, draft=40.0, rounds=200)[-80:]) == 10
+    drafted = feed(policy, fixed=1.0, row=0.01, draft=0.05, rounds=1200)
+    assert sum(drafted[-80:]) == 70
+
+
+def test_calibration_tries_lengths_and_a_higher_load_its_most_rows() -> None:
+    policy = ThroughputPolicy(random_acceptance_head(HIDDEN, BLOCK, confidence=False))
+    tried = set()
+    for number in range(CALIBRATION_ROUNDS):
+        assert policy.wants_draft(Load(1))
+        states = hidden(1, number)
+        length = int(policy.verify_len(states, states, Load(1)))
+        tried.add(length)
+        # rows beyond the first cost so much that only a trial would verify them
+        policy.observe(RoundTiming(1, length, 1.0 + 9.0 * length, 0.01))
+    assert tried == {1, 2, BLOCK}
+    states = hidden(8)
+    assert policy.verify_len(states[:1], states[:1], Load(1)).tolist() == [1]
+    assert policy.verify_len(states, states, Load(8)).tolist() == [BLOCK] * 8
+    policy.observe(RoundTiming(8, 8 * BLOCK, 1.0 + 9.0 * 8 * BLOCK, 0.01))
+    assert policy.verify_len(states, states, Load(8)).tolist() == [1] * 8
+
+
+def test_only_throughput_is_adaptive() -> None:
+    head = random_acceptance_head(HIDDEN, BLOCK)
+    assert isinstance(ThroughputPolicy(head), AdaptivePolicy)
+    assert not isinstance(FixedPolicy(), AdaptivePolicy)
+    assert not isinstance(SurvivalPolicy(head), AdaptivePolicy)
+    with pytest.raises(ValueError, match="probe_every"):
+        ThroughputPolicy(head, probe_every=1)
