@@ -10,15 +10,21 @@ from drafters.throughput_policy import CALIBRATION_ROUNDS, ThroughputPolicy
 
 
 def random_acceptance_head(
-    hidden_size: int, block_size: int, *, seed: int = 0, confidence: bool = True, bias: float = 0.0
+    hidden_size: int,
+    block_size: int,
+    *,
+    seed: int = 0,
+    confidence: bool = True,
+    bias: float = 0.0,
+    weight: float = 2.0,
 ) -> AcceptanceHead:
-    """A head whose answers differ from block to block and slot to slot over the whole range."""
+    """A head whose answers differ from block to block and slot to slot; `weight` by how much."""
     generator = torch.Generator().manual_seed(seed)
     head = AcceptanceHead(hidden_size, block_size, 8, confidence=confidence)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        head.out.weight.mul_(2.0)
+        head.out.weight.mul_(weight)
         head.slot_bias.add_(bias)
         if head.confidence_weight is not None:
             head.confidence_weight.fill_(0.3)

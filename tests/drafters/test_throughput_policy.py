@@ -99,7 +99,9 @@ def feed(policy: ThroughputPolicy, *, fixed: float, row: float, draft: float, ro
     ("draft", "row", "pays"), [(0.01, 0.01, True), (50.0, 0.01, False), (0.3, 10.0, False)]
 )
 def test_drafting_stops_where_it_does_not_pay(draft: float, row: float, pays: bool) -> None:
-    policy = ThroughputPolicy(random_acceptance_head(HIDDEN, BLOCK, confidence=False, bias=1.0), probe_every=20)
+    policy = ThroughputPolicy(
+        random_acceptance_head(HIDDEN, BLOCK, confidence=False, bias=1.0), probe_every=20
+    )
     drafted = feed(policy, fixed=1.0, row=row, draft=draft, rounds=120)
     assert all(drafted[:CALIBRATION_ROUNDS]), "it cannot know yet"
     later = drafted[60:]
@@ -109,7 +111,9 @@ def test_drafting_stops_where_it_does_not_pay(draft: float, row: float, pays: bo
 
 
 def test_drafting_resumes_when_it_pays_again() -> None:
-    policy = ThroughputPolicy(random_acceptance_head(HIDDEN, BLOCK, confidence=False, bias=1.0), probe_every=8)
+    policy = ThroughputPolicy(
+        random_acceptance_head(HIDDEN, BLOCK, confidence=False, bias=1.0), probe_every=8
+    )
     assert sum(feed(policy, fixed=1.0, row=0.01, draft=40.0, rounds=200)[-80:]) == 10
     drafted = feed(policy, fixed=1.0, row=0.01, draft=0.05, rounds=1200)
     assert sum(drafted[-80:]) == 70
