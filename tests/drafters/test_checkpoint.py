@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafters import checkpoint
+from drafters.acceptance_head import AcceptanceHead
 from drafters.checkpoint import (
     CONTENT,
     drafter_digest,
@@ -44,6 +45,7 @@ def saved(tmp_path: Path, drafter: DFlashDrafter) -> Path:
         identity=IDENTITY,
         drafter_version="v3",
         length_head=head,
+        acceptance_head=AcceptanceHead(32, 5, 8),
         extra={"parent": "v2"},
     )
 
@@ -60,6 +62,40 @@ def relist(directory: Path, **changes: Any) -> None:
     manifest = json.loads((directory / "manifest.json").read_text())
     manifest["files"] = {name: file_sha256(directory / name) for name in manifest["files"]}
     (directory / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+
+
+@pytest.mark.parametrize("confidence", [True, False])
+def test_an_acceptance_head_travels_along(tmp_path: Path, drafter: DFlashDrafter, confidence: bool) -> None:
+    head = AcceptanceHead(32, drafter.block_size, 8, confidence=confidence)
+    with torch.no_grad():
+        head.calibration.copy_(torch.tensor([0.7, -0.3]))
+    save_drafter(tmp_path / "d", drafter, identity=IDENTITY, drafter_version="v3", acceptance_head=head)
+    loaded = load_drafter(tmp_path / "d")
+    assert loaded.length_head is None and loaded.acceptance_head is not None
+    torch.testing.assert_close(
+        dict(loaded.acceptance_head.state_dict()), dict(head.state_dict()), rtol=0, atol=0
+    )
+    assert loaded.acceptance_head.reads_confidence == confidence
+    assert not loaded.acceptance_head.training
+    states, sure = torch.randn(2, drafter.block_size, 32), torch.randn(2, drafter.block_size - 1) - 3
+    assert torch.equal(loaded.acceptance_head(states, sure), head(states, sure))
+    save_drafter(
+        tmp_path / "again",
+        loaded.drafter,
+        identity=IDENTITY,
+        drafter_version="v4",
+        acceptance_head=loaded.acceptance_head,
+    )
+    assert drafter_digest(tmp_path / "again") == drafter_digest(tmp_path / "d")
+    save_drafter(tmp_path / "d", drafter, identity=IDENTITY, drafter_version="v5")
+    assert load_drafter(tmp_path / "d").acceptance_head is None, "files of the old version must not survive"
+
+
+def test_an_acceptance_head_of_another_block_size_is_refused(tmp_path: Path, drafter: DFlashDrafter) -> None:
+    head = AcceptanceHead(32, drafter.block_size + 1, 8)
+    save_drafter(tmp_path / "d", drafter, identity=IDENTITY, drafter_version="v3", acceptance_head=head)
+    with pytest.raises(UserError, match="acceptance head is for blocks of 6, the drafter makes blocks of 5"):
+        load_drafter(tmp_path / "d")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -128,6 +164,7 @@ def test_layout_is_the_serving_engines(saved: Path) -> None:
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert "auto_map" not in config
     assert sorted(p.name for p in saved.iterdir()) == [
+        "acceptance_head.json", "acceptance_head.safetensors",
         "config.json", "length_head.json", "length_head.safetensors", "manifest.json", MODEL,
     ]  # fmt: skip
 
@@ -162,13 +199,28 @@ def test_wrong_tensors_are_refused_by_name(saved: Path, change: Any, message: st
     assert MODEL in str(caught.value)
 
 
-def test_the_length_head_is_checked_as_strictly(saved: Path) -> None:
-    rewrite(saved, drop("out.bias"), "length_head.safetensors")
-    with pytest.raises(UserError, match=r"length_head\.safetensors.*out\.bias"):
+HEADS = ["length_head", "acceptance_head"]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_are_checked_as_strictly(saved: Path, head: str) -> None:
+    rewrite(saved, drop("out.bias"), f"{head}.safetensors")
+    with pytest.raises(UserError, match=rf"{head}\.safetensors.*out\.bias"):
         load_drafter(saved)
 
 
-@pytest.mark.parametrize("name", ["config.json", MODEL, "length_head.safetensors", "length_head.json"])
+def test_a_calibration_that_is_lost_or_broken_is_noticed(saved: Path) -> None:
+    rewrite(saved, lambda t: t["calibration"].__setitem__(0, float("nan")), "acceptance_head.safetensors")
+    with pytest.raises(UserError, match="calibration is not finite"):
+        load_drafter(saved)
+    rewrite(saved, drop("calibration"), "acceptance_head.safetensors")
+    with pytest.raises(UserError, match=r"missing tensors.*calibration"):
+        load_drafter(saved)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", MODEL, *(f"{head}.{kind}" for head in HEADS for kind in ("safetensors", "json"))]
+)
 def test_damaged_and_missing_files_are_named(saved: Path, name: str) -> None:
     content = bytearray((saved / name).read_bytes())
     content[len(content) // 2] ^= 1
@@ -187,20 +239,22 @@ def test_a_file_that_is_no_safetensors_is_refused(saved: Path) -> None:
         load_drafter(saved)
 
 
-def test_an_unlisted_length_head_is_not_trusted(saved: Path) -> None:
+@pytest.mark.parametrize("head", HEADS)
+def test_an_unlisted_head_is_not_trusted(saved: Path, head: str) -> None:
     manifest = json.loads((saved / "manifest.json").read_text())
-    del manifest["files"]["length_head.safetensors"], manifest["files"]["length_head.json"]
+    del manifest["files"][f"{head}.safetensors"], manifest["files"][f"{head}.json"]
     (saved / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="length_head"):
+    with pytest.raises(UserError, match=f"{head}.json, {head}.safetensors not listed"):
         load_drafter(saved)
 
 
-def test_half_a_length_head_is_refused(saved: Path) -> None:
-    (saved / "length_head.json").unlink()
+@pytest.mark.parametrize("head", HEADS)
+def test_half_a_head_is_refused(saved: Path, head: str) -> None:
+    (saved / f"{head}.json").unlink()
     manifest = json.loads((saved / "manifest.json").read_text())
-    del manifest["files"]["length_head.json"]
+    del manifest["files"][f"{head}.json"]
     (saved / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="length_head"):
+    with pytest.raises(UserError, match=f"{head}.json not listed"):
         load_drafter(saved)
 
 
