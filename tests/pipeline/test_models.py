@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from drafters.acceptance_head import AcceptanceHead
 from drafters.checkpoint import load_drafter, save_drafter
 from drafters.errors import UserError
 from drafters.length_head import LengthHead
 from drafters.packing import Document
 from drafters.policies import AdaFlashPolicy, FixedPolicy, Load
+from drafters.survival_policy import SurvivalPolicy
+from drafters.throughput_policy import ThroughputPolicy
 from pipeline.config import Config, PolicyConfig
 from pipeline.models import (
     fingerprint,
@@ -24,7 +27,7 @@ from pipeline.models import (
     target_directory,
     target_name,
 )
-from pipeline.policies import make_policy
+from pipeline.policies import make_policy, policy_factory
 
 
 def config_for(output: Path, model: str = "tiny:llama", **changes: Any) -> Config:
@@ -186,3 +189,29 @@ def test_policies_of_a_config(output: Path, tmp_path: Path) -> None:
     predicted_N = head(hidden_NBH)
     expected = (predicted_N * 1.5 * 4).floor().clamp(1, 4).long().tolist()
     assert policy.verify_len(hidden_NBH, hidden_NBH, Load(2)).tolist() == expected
+
+
+def test_policies_that_need_an_acceptance_head(output: Path, tmp_path: Path) -> None:
+    config = config_for(output)
+    bundle = load_target(config)
+    drafter = new_drafter(config, bundle)
+    identity = bundle.target.identity
+    save_drafter(tmp_path / "plain", drafter, identity=identity, drafter_version="v1")
+    head = AcceptanceHead(bundle.target.config.hidden_size, drafter.block_size, 8)
+    save_drafter(tmp_path / "head", drafter, identity=identity, drafter_version="v2", acceptance_head=head)
+    plain, with_head = load_drafter(tmp_path / "plain"), load_drafter(tmp_path / "head")
+    for name in ("survival", "throughput"):
+        with pytest.raises(UserError, match=rf"^policy\.name: {name} needs an acceptance head.*v1 has none"):
+            make_policy(PolicyConfig(name=name), plain)
+    survival = make_policy(
+        PolicyConfig(name="survival", threshold=0.2, threshold_by_load={8: 0.6}), with_head
+    )
+    assert isinstance(survival, SurvivalPolicy) and survival.name == "survival"
+    assert (survival.threshold_at(Load(7)), survival.threshold_at(Load(8))) == (0.2, 0.6)
+    factory = policy_factory(PolicyConfig(name="throughput", probe_every=9))
+    first, second = factory(with_head), factory(with_head)
+    assert isinstance(first, ThroughputPolicy) and isinstance(second, ThroughputPolicy)
+    assert first.name == "throughput" and first.probe_every == 9
+    assert first is not second and first.costs is second.costs
+    other = make_policy(PolicyConfig(name="throughput"), with_head)
+    assert isinstance(other, ThroughputPolicy) and other.costs is not first.costs

@@ -212,3 +212,11 @@ def test_two_trainers_do_not_share_an_output(tmp_path: Path) -> None:
 def test_deploy_means_register_unless_told_otherwise(args: list[str], expected: list[str]) -> None:
     group: Any = typer.main.get_command(deploy_app)
     assert group.with_command(args) == expected
+
+
+@pytest.mark.parametrize("name", ["survival", "throughput"])
+def test_policies_that_the_plugin_lacks_are_not_launched(tmp_path: Path, name: str) -> None:
+    settings = config(tmp_path)
+    settings = settings.model_copy(update={"policy": settings.policy.model_copy(update={"name": name})})
+    with pytest.raises(UserError, match=rf"^policy\.name: {name} is served by the embedded engine only"):
+        launch_of(settings, tmp_path / "d", "model")

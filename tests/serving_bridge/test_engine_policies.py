@@ -1,0 +1,157 @@
+"""The embedded engine under policies that learn: lossless across swaps, records that say what was drafted, estimates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafters.acceptance_head import AcceptanceHead
+from drafters.checkpoint import LoadedDrafter, load_drafter, save_drafter
+from drafters.policies import FixedPolicy, LengthPolicy, Load, RoundTiming
+from drafters.step_cost import StepCosts
+from drafters.throughput_policy import ThroughputPolicy
+from serving_bridge.local_engine import Completion, LocalEngine, Request
+from serving_bridge.records import VerificationRecord, committed_tokens, decode, encode
+from tests.serving_bridge.tiny_serving import BLOCK_SIZE, NEW_TOKENS, PATIENCE, Scene, make_scene
+
+Start = Callable[[Callable[[LoadedDrafter], LengthPolicy]], LocalEngine]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return make_scene(tmp_path_factory.mktemp("llama"), "llama")
+
+
+class Log:
+    """A writer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.taken: list[VerificationRecord] = []
+
+    def write(self, record: VerificationRecord) -> None:
+        self.taken.append(record)
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+@pytest.fixture
+def start(scene: Scene, log: Log) -> Iterator[Start]:
+    engines: list[LocalEngine] = []
+
+    def begin(policy: Callable[[LoadedDrafter], LengthPolicy]) -> LocalEngine:
+        engines.append(
+            LocalEngine(
+                scene.target,
+                scene.first,
+                policy=policy,
+                eos_ids=[],
+                writer=log,  # type: ignore[arg-type]
+                max_running=3,
+            )
+        )
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.stop(PATIENCE)
+
+
+def complete(engine: LocalEngine, scene: Scene) -> list[Completion]:
+    futures = [engine.submit(Request(f"r{i}", p, NEW_TOKENS)) for i, p in enumerate(scene.prompts)]
+    return [future.result(PATIENCE) for future in futures]
+
+
+class EverySecondRound(FixedPolicy):
+    """Drafts in every second round."""
+
+    rounds = 0
+
+    def wants_draft(self, load: Load) -> bool:
+        EverySecondRound.rounds += 1
+        return EverySecondRound.rounds % 2 == 0
+
+    def observe(self, timing: RoundTiming) -> None:
+        return
+
+
+def test_records_hold_the_rounds_that_drafted(scene: Scene, start: Start, log: Log) -> None:
+    """What was decoded plainly lies between rounds, as after a prefill that was repeated; readers take it."""
+    completions = complete(start(lambda loaded: EverySecondRound()), scene)
+    assert [c.output_ids for c in completions] == scene.outputs
+    gaps = 0
+    for record in log.taken:
+        assert decode(encode(record)) == record, "and it is consistent"
+        assert all(len(r.draft_ids) == BLOCK_SIZE - 1 for r in record.rounds)
+        assert committed_tokens(record) < len(record.output_ids) - 1
+        ends = [r.start + r.accepted + 1 for r in record.rounds]
+        gaps += sum(r.start > end for r, end in zip(record.rounds[1:], ends, strict=False))
+    assert gaps > 0
+
+
+def test_what_rounds_cost_outlives_a_swap(scene: Scene, start: Start, tmp_path: Path) -> None:
+    costs, made = StepCosts(), []
+
+    def policy(loaded: LoadedDrafter) -> LengthPolicy:
+        assert loaded.acceptance_head is not None
+        made.append(ThroughputPolicy(loaded.acceptance_head, costs, probe_every=4))
+        return made[-1]
+
+    places = []
+    for name, place in (("a", scene.first), ("b", scene.second)):
+        loaded = load_drafter(place)
+        head = AcceptanceHead(loaded.drafter.config.hidden_size, BLOCK_SIZE, 4)
+        places.append(
+            save_drafter(
+                tmp_path / name,
+                loaded.drafter,
+                identity=loaded.identity,
+                drafter_version=name,
+                acceptance_head=head,
+            )
+        )
+    engine = LocalEngine(scene.target, places[0], policy=policy, eos_ids=[], max_running=3)
+    try:
+        for place in (*places[::-1], places[1]):
+            before = costs.observed
+            assert [c.output_ids for c in complete(engine, scene)] == scene.outputs
+            assert costs.observed > before
+            engine.swap(place)
+    finally:
+        engine.stop(PATIENCE)
+    assert len(made) == 4 and all(m.costs is costs for m in made)
+
+
+def test_tokens_per_round_follow_what_is_served(scene: Scene, start: Start) -> None:
+    engine = start(lambda loaded: FixedPolicy(1))
+    assert math.isnan(engine.tokens_per_round.estimate)
+    complete(engine, scene)
+    assert engine.tokens_per_round.estimate == 1.0
+    whole = start(lambda loaded: FixedPolicy())
+    completions = complete(whole, scene)
+    rounds = [len(c.record.rounds) for c in completions]
+    tau = sum(committed_tokens(c.record) for c in completions) / sum(rounds)
+    assert tau > 1.2
+    assert 1.0 < whole.tokens_per_round.estimate <= BLOCK_SIZE
+    assert whole.tokens_per_round.rounds_for(100) == pytest.approx(100 / whole.tokens_per_round.estimate)
+
+
+def test_an_engine_that_never_drafts_decodes_plainly(scene: Scene, start: Start, log: Log) -> None:
+    class Never(EverySecondRound):
+        def wants_draft(self, load: Load) -> bool:
+            return False
+
+        def verify_len(
+            self, hidden_NBH: torch.Tensor, embeddings_NBH: torch.Tensor, load: Load
+        ) -> torch.Tensor:
+            raise AssertionError("nothing was to be drafted")
+
+    assert [c.output_ids for c in complete(start(lambda loaded: Never()), scene)] == scene.outputs
+    for record in log.taken:
+        assert record.rounds == [] and decode(encode(record)) == record
