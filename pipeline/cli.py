@@ -393,6 +393,59 @@ def evaluate(
     call.execute("evaluate", stage, then="deploy", drafter=start)
 
 
+@command(app, "tune-policy", STAGES)
+def tune_policy(
+    config: ConfigArgument,
+    assignments: SetOption = None,
+    output: OutputOption = None,
+    drafter: DrafterOption = None,
+    records: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|redis://…",
+            show_default=False,
+            help="Served text to tune on: a log of verification records. The held-out prompts by default.",
+        ),
+    ] = None,
+    load: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            show_default=False,
+            help="Requests running together; may be repeated. 1, 4 and 16 by default.",
+        ),
+    ] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="A costs.json of an earlier run in place of measuring this machine.",
+        ),
+    ] = None,
+) -> None:
+    """Compare length policies and their settings, by load.
+
+    What every length would have committed is known of text that has been served, so all settings are walked over the same
+    text, with the seconds that rounds take on this machine. Prints tokens per second with bootstrap bounds, the best first.
+
+    Reads the latest drafter: of OUTPUT/length_head, else of OUTPUT/distill, else of OUTPUT/train. Writes
+    OUTPUT/tune_policy/result.json and costs.json.
+
+    Example: draftsmith tune-policy quickstart --records outputs/quickstart/spool --load 1 --load 8
+    """
+    call = Invocation(config, assignments, output, False)
+    start = call.drafter_for("tune-policy", drafter)
+
+    def stage() -> Path:
+        from pipeline.stages.tune_policy import tune_policy as tune
+
+        return tune(call.config, drafter=start, records=records, loads=load or (1, 4, 16), costs=costs)
+
+    call.execute("tune-policy", stage, then=None)
+
+
 @command(app, "run", WHOLE)
 def run(
     config: ConfigArgument,

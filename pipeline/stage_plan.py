@@ -24,6 +24,7 @@ OUTPUTS = {
     "fit-length-head": ["length_head"],
     "prune": ["prune"],
     "evaluate": ["evaluate"],
+    "tune-policy": ["tune_policy"],
     "deploy": ["deploy"],
     "run": ["responses", "train", "distill", "length_head", "evaluate", "deploy", "online"],
 }
@@ -34,6 +35,7 @@ DRAFTER_SOURCES = {
     "distill": ["prune", "train"],
     "fit-length-head": ["distill", "prune", "train"],
     "evaluate": ["length_head", "distill", "prune", "train"],
+    "tune-policy": ["length_head", "distill", "prune", "train"],
     "deploy": ["length_head", "distill", "prune", "train"],
 }
 """Stages whose drafter a command takes when `--drafter` is not given, latest stage first."""

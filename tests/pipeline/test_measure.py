@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from pipeline.lossless import LosslessReport, check_lossless
 from pipeline.measure import acceptance_summary
 from pipeline.models import TargetBundle, load_target
 from pipeline.stages.evaluate import spread
+from pipeline.stages.tune_policy import tune_policy
 from serving_bridge.local_engine import LocalEngine
 from serving_bridge.server import SwapError
 
@@ -149,3 +151,25 @@ def test_spread_takes_documents_from_everywhere() -> None:
     assert [d.document_id for d in spread(documents, 4)] == ["0", "2", "5", "7"]
     assert spread(documents, 10) == spread(documents, 99) == documents
     assert spread(documents, 0) == []
+
+
+def test_policies_are_tuned_by_load(config: Config) -> None:
+    drafter = config.output / "length_head" / "drafter"
+    output = tune_policy(config, drafter=drafter, loads=(1, 2))
+    result = json.loads((output / "result.json").read_text())["metrics"]
+    for load in ("load_1", "load_2"):
+        rows = result[load]["candidates"]
+        assert result[load]["best"] == rows[0]
+        assert {row["policy"] for row in rows} == {"plain", "fixed", "adaflash", "survival", "throughput"}
+        assert [row["tokens_per_s"] for row in rows] == sorted(
+            (r["tokens_per_s"] for r in rows), reverse=True
+        )
+    # with costs handed in nothing is measured
+    kept = (output / "costs.json").read_bytes()
+    again = tune_policy(config, drafter=drafter, loads=(2,), costs=output / "costs.json")
+    assert json.loads((again / "costs.json").read_text()) == json.loads(kept)
+    repeated = json.loads((again / "result.json").read_text())["metrics"]["load_2"]["candidates"]
+    first = {(r["policy"], r["setting"]): r["tokens_per_s"] for r in result["load_2"]["candidates"]}
+    assert {(r["policy"], r["setting"]): r["tokens_per_s"] for r in repeated} == pytest.approx(
+        first, rel=0.05
+    )

@@ -1,0 +1,149 @@
+"""`draftsmith tune-policy`: which length policy, and with what setting, commits most tokens per second at each load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from datamodules.streaming import record_to_document
+from drafters.errors import UserError
+from drafters.packing import Document
+from drafters.step_cost import StepCosts
+from pipeline.block_traces import trace_documents
+from pipeline.config import Config
+from pipeline.console import say, show_table
+from pipeline.measure_costs import measure_costs
+from pipeline.models import load_drafter_for
+from pipeline.policy_walk import RoundCosts, WalkResult, candidates, walk
+from pipeline.stages.context import open_stage
+from pipeline.stages.evaluate import heldout_documents, spread
+from serving_bridge.transports import LogPlace, open_reader
+
+MEASURED_ROUNDS = 60
+_READ = 256
+
+
+def tune_policy(
+    config: Config,
+    *,
+    drafter: Path,
+    records: LogPlace | None = None,
+    loads: Sequence[int] = (1, 4, 16),
+    costs: Path | None = None,
+    max_documents: int = 256,
+) -> Path:
+    """Writes `<output>/tune_policy/result.json` and `costs.json`.
+
+    Args:
+        config: the run.
+        drafter: checkpoint whose blocks and heads are walked.
+        records: a log of served text; None takes the held-out documents. Greedy records of this target only: a sampled text does
+            not tell what sampling would have accepted.
+        loads: numbers of requests running together.
+        costs: a `costs.json` in place of measuring on this machine.
+        max_documents: of more texts so many are taken, evenly spread.
+
+    Raises:
+        UserError: without texts, or when the costs cannot be read.
+    """
+    with open_stage(config, "tune_policy") as stage:
+        stage.result.add_input(drafter)
+        target = stage.bundle.target
+        found = (
+            heldout_documents(stage)
+            if records is None
+            else list(served_documents(records, target.identity.target_id, config.data.max_length))
+        )
+        documents = spread([d for d in found if d.anchor_positions()], max_documents)
+        if not documents:
+            raise UserError(f"--records {records}: no greedy text of this target")
+        loaded = load_drafter_for(drafter, stage.bundle, dtype=target.dtype)
+        if costs is None:
+            with stage.result.section("measure_costs"):
+                table = measure_costs(
+                    stage.bundle,
+                    loaded.drafter,
+                    documents,
+                    loads,
+                    rounds=MEASURED_ROUNDS,
+                    max_new_tokens=config.evaluate.max_new_tokens,
+                    seed=config.seed,
+                )
+        else:
+            table = read_costs(costs)
+        saved = stage.output / "costs.json"
+        saved.write_text(json.dumps(table.to_json()) + "\n")
+        stage.result.add_output(saved)
+        with stage.result.section("replay"):
+            traces = list(trace_documents(loaded, target, documents))
+        say(f"{len(traces)} texts, {sum(len(t.row_of) for t in traces)} blocks")
+        block_size = loaded.drafter.block_size
+        tried = candidates(
+            block_size,
+            length_head=loaded.length_head is not None,
+            acceptance_head=loaded.acceptance_head is not None,
+        )
+        for load in loads:
+            round_costs = RoundCosts.of(table, load, block_size)
+            results = [walk(candidate, traces, round_costs) for candidate in tried]
+            stage.result.metrics[f"load_{load}"] = report(load, results)
+        return stage.output
+
+
+def served_documents(log: LogPlace, target_id: str, max_length: int) -> Iterator[Document]:
+    """Greedy texts of the log; nothing is committed, so no reader is registered and none is held up."""
+    reader = open_reader(log, "tune-policy", quarantine=False)
+    while deliveries := reader.read(_READ):
+        for delivery in deliveries:
+            record = delivery.record
+            if record.target_id == target_id and record.sampling.temperature == 0:
+                yield record_to_document(record).truncated(max_length)
+
+
+def read_costs(path: Path) -> StepCosts:
+    """A table written by an earlier run.
+
+    Raises:
+        UserError: when the file is none.
+    """
+    try:
+        return StepCosts.from_json(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--costs {path}: not a cost table ({error})") from None
+
+
+def report(load: int, results: Sequence[WalkResult]) -> dict[str, Any]:
+    """Print one load's table, best first; returns it for the result file."""
+    ordered = sorted(results, key=lambda result: -result.tokens_per_s.point)
+    rows = [
+        {
+            "policy": result.candidate.name,
+            "setting": result.candidate.setting,
+            "verify_len": result.verify_len,
+            "acceptance_length": result.acceptance_length,
+            "tokens_per_s": result.tokens_per_s.point,
+            "tokens_per_s_low": result.tokens_per_s.low,
+            "tokens_per_s_high": result.tokens_per_s.high,
+        }
+        for result in ordered
+    ]
+    best = ordered[0]
+    show_table(
+        f"{load} requests: {best.candidate.name} {best.candidate.setting}".rstrip(),
+        ["policy", "setting", "mean verify_len", "tau", "tokens/s", "low", "high"],
+        [
+            [
+                r.candidate.name,
+                r.candidate.setting,
+                f"{r.verify_len:.2f}",
+                f"{r.acceptance_length:.3f}",
+                f"{r.tokens_per_s.point:.1f}",
+                f"{r.tokens_per_s.low:.1f}",
+                f"{r.tokens_per_s.high:.1f}",
+            ]
+            for r in ordered
+        ],
+    )
+    return {"best": rows[0], "candidates": rows}

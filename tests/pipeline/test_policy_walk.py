@@ -1,0 +1,173 @@
+"""Policies walked over served text give what decoding with them gives, and tokens per second by the costs handed in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from drafters.acceptance_head import AcceptanceHead
+from drafters.checkpoint import LoadedDrafter, load_drafter
+from drafters.decoding import DecodingSession, ServingDrafter
+from drafters.errors import UserError
+from drafters.length_head import LengthHead
+from drafters.policies import AdaFlashPolicy, FixedPolicy, LengthPolicy
+from drafters.replay import replay, total_acceptance_length
+from drafters.step_cost import StepCosts
+from drafters.survival_policy import SurvivalPolicy
+from drafters.verify import SamplingParams
+from pipeline.block_traces import BlockTrace, trace_documents
+from pipeline.policy_walk import Candidate, RoundCosts, candidates, walk
+from pipeline.stages.tune_policy import read_costs, served_documents
+from serving_bridge.spool import SpoolWriter
+from tests.drafters.policy_samples import random_acceptance_head
+from tests.serving_bridge.record_samples import make_record
+from tests.serving_bridge.tiny_serving import BLOCK_SIZE, Scene, make_scene
+
+UNIT = RoundCosts(1, 0.5, 1.0 + 0.1 * np.arange(1, BLOCK_SIZE + 1))
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return make_scene(tmp_path_factory.mktemp("scene"), "llama")
+
+
+@pytest.fixture(scope="module")
+def loaded(scene: Scene) -> LoadedDrafter:
+    plain = load_drafter(scene.first, dtype=scene.target.dtype)
+    hidden = plain.drafter.config.hidden_size
+    acceptance: AcceptanceHead = random_acceptance_head(hidden, BLOCK_SIZE, seed=3, weight=0.5)
+    return replace(plain, length_head=LengthHead(hidden, 8), acceptance_head=acceptance)
+
+
+@pytest.fixture(scope="module")
+def traces(scene: Scene, loaded: LoadedDrafter) -> list[BlockTrace]:
+    return list(trace_documents(loaded, scene.target, scene.documents))
+
+
+def find(name: str, setting: str = "") -> Candidate:
+    every = candidates(BLOCK_SIZE, length_head=True, acceptance_head=True)
+    (found,) = [c for c in every if (c.name, c.setting) == (name, setting)]
+    return found
+
+
+def test_whole_blocks_give_replayed_acceptance(
+    scene: Scene, loaded: LoadedDrafter, traces: list[BlockTrace]
+) -> None:
+    tau = total_acceptance_length(replay(loaded.drafter, scene.target, scene.documents))
+    assert tau > 1.2
+    result = walk(find("fixed", f"length {BLOCK_SIZE}"), traces, UNIT)
+    assert result.acceptance_length == pytest.approx(tau)
+    assert result.verify_len == BLOCK_SIZE
+    # every round costs 0.5 + 1 + 0.1·B
+    assert result.tokens_per_s.point == pytest.approx(tau / (1.5 + 0.1 * BLOCK_SIZE))
+    assert result.tokens_per_s.low <= result.tokens_per_s.point <= result.tokens_per_s.high
+
+
+def test_other_policies_are_walked_from_their_own_round_starts(
+    scene: Scene, loaded: LoadedDrafter, traces: list[BlockTrace]
+) -> None:
+    assert loaded.acceptance_head is not None and loaded.length_head is not None
+    cases: list[tuple[Candidate, LengthPolicy]] = [
+        (find("fixed", "length 2"), FixedPolicy(2)),
+        (find("survival", "threshold 0.4"), SurvivalPolicy(loaded.acceptance_head, 0.4)),
+        (find("adaflash", "gamma 1.5"), AdaFlashPolicy(loaded.length_head, 1.5)),
+    ]
+    for candidate, policy in cases:
+        committed = rounds = rows = 0
+        for document, text in zip(scene.documents, scene.outputs, strict=True):
+            prompt, _ = document.prompt_and_output()
+            session = DecodingSession(
+                scene.target, prompt, sampling=SamplingParams(), max_new_tokens=len(text)
+            )
+            session.run(ServingDrafter(loaded.drafter, policy, "v1"))
+            rounds += len(session.rounds)
+            rows += sum(r.verify_len for r in session.rounds)
+            committed += sum(r.committed for r in session.rounds)
+        result = walk(candidate, traces, UNIT)
+        assert result.acceptance_length == pytest.approx(committed / rounds), candidate.name
+        assert result.verify_len == pytest.approx(rows / rounds), candidate.name
+        if candidate.name == "survival":
+            assert 1 < result.verify_len < BLOCK_SIZE and result.verify_len % 1
+
+
+def oracle(seed: int, count: int = 24, length: int = 30) -> list[BlockTrace]:
+    """Texts whose survival is known for certain: 1 for what will be accepted, 0 after it."""
+    generator = np.random.default_rng(seed)
+    traces = []
+    for index in range(count):
+        accepted = generator.integers(0, BLOCK_SIZE, length)
+        accepted = np.minimum(accepted, np.arange(length, 0, -1) - 1)
+        survival = (np.arange(BLOCK_SIZE - 1) < accepted[:, None]).astype(float)
+        anchors = {5 + i: i for i in range(length)}
+        traces.append(BlockTrace(f"d{index}", [(5, 5 + length)], anchors, accepted, None, survival))
+    return traces
+
+
+@pytest.mark.parametrize("load", [1, 4])
+@pytest.mark.parametrize("row", [0.01, 0.2, 0.6])
+def test_with_foresight_no_candidate_beats_the_joint_choice(load: int, row: float) -> None:
+    verify_s = 1.0 + row * np.arange(load, load * BLOCK_SIZE + 1)
+    costs = RoundCosts(load, 0.2, verify_s)
+    every = candidates(BLOCK_SIZE, length_head=False, acceptance_head=True)
+    assert {c.name for c in every} == {"plain", "fixed", "survival", "throughput"}
+    rates = {c: walk(c, oracle(0), costs).tokens_per_s.point for c in every}
+    best = max(rate for c, rate in rates.items() if c.name not in ("throughput", "plain"))
+    (joint,) = [rate for c, rate in rates.items() if c.name == "throughput"]
+    assert joint > 0.995 * best
+    # plain decoding: one token for each request in one pass, without drafting
+    (plain,) = [rate for c, rate in rates.items() if c.name == "plain"]
+    assert plain == pytest.approx(load / verify_s[0])
+
+
+def test_rounds_stay_full_and_every_text_is_served() -> None:
+    """Five requests at a time over four texts of unlike length: the round's cost is shared, none goes idle."""
+    traces = [*oracle(1, 3, 30), *oracle(2, 1, 90)]
+    costs = RoundCosts(5, 0.0, np.full(5 * BLOCK_SIZE - 4, 2.0))
+    result = walk(find("fixed", f"length {BLOCK_SIZE}"), traces, costs)
+    # whatever the lengths, a full round of 2 s commits 5·τ tokens
+    assert result.tokens_per_s.point == pytest.approx(5 * result.acceptance_length / 2.0)
+    assert result.verify_len == BLOCK_SIZE
+    with pytest.raises(ValueError, match="no text"):
+        walk(find("plain"), [replace(traces[0], spans=[])], costs)
+
+
+def test_texts_come_from_greedy_records_of_this_target_only(tmp_path: Path) -> None:
+    def sampled(temperature: float) -> object:
+        sampling = make_record().sampling
+        return type(sampling)(temperature=temperature, top_p=1.0, top_k=0)
+
+    writer = SpoolWriter(tmp_path)
+    good = make_record()
+    for record in (
+        good,
+        make_record(target_id="another"),
+        make_record(sampling=sampled(0.7)),
+        make_record(request_id="last"),
+    ):
+        writer.write(record)
+    writer.close()
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    found = list(served_documents(tmp_path, good.target_id, 1000))
+    assert [d.document_id for d in found] == [good.request_id, "last"]
+    assert found[0].prompt_and_output() == (good.prompt_ids, good.output_ids)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before, "no reader is left registered"
+
+
+def test_costs_are_read_back_or_refused(tmp_path: Path) -> None:
+    costs = StepCosts()
+    for rows in (1, 2, 8):
+        costs.observe_verify(rows, 1, 1.0 + rows)
+    costs.observe_draft(1, 0.5)
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(costs.to_json()))
+    assert read_costs(file).verify_s([2, 5], 1).tolist() == costs.verify_s([2, 5], 1).tolist()
+    for content in ("{", "[]", '{"verify": []}', '{"verify": [[1, 2]], "draft": []}'):
+        file.write_text(content)
+        with pytest.raises(UserError, match=r"--costs .*not a cost table"):
+            read_costs(file)
+    with pytest.raises(UserError, match="--costs"):
+        read_costs(tmp_path / "absent")
