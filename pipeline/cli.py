@@ -34,7 +34,8 @@ STAGES = "Stages, in the order of the loop"
 WHOLE = "The whole loop"
 TOOLS = "Tools"
 ORDER = (
-    "data", "train", "prune", "distill", "fit-length-head", "evaluate", "deploy", "retrain", "run", "config", "doctor",
+    "data", "train", "prune", "distill", "fit-length-head", "evaluate", "deploy", "retrain", "run", "tune-policy",
+    "config", "doctor",
 )  # fmt: skip
 EPILOG = """\
 The loop: [bold]data regenerate → train → (prune) → distill → fit-length-head → evaluate → deploy[/bold], then \
@@ -343,13 +344,13 @@ def fit_length_head(
     resume: ResumeOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Fit the head that says how many drafted tokens to verify.
+    """Fit the heads that say how many drafted tokens to verify.
 
-    It predicts how much of a block the target will accept, so that serving verifies no more than pays. The drafter's own
-    weights stay as they are.
+    They predict how much of a block the target will accept, so that serving verifies no more than pays: the length head of a
+    whole block, the acceptance head slot by slot. The drafter's own weights stay as they are.
 
     Reads OUTPUT/responses and OUTPUT/distill/drafter, or OUTPUT/train/drafter before distillation. Writes
-    OUTPUT/length_head/drafter, the drafter with its head.
+    OUTPUT/length_head/drafter, the drafter with its heads.
 
     Example: draftsmith fit-length-head quickstart --set length_head.steps=400
     """
@@ -393,7 +394,7 @@ def evaluate(
     call.execute("evaluate", stage, then="deploy", drafter=start)
 
 
-@command(app, "tune-policy", STAGES)
+@command(app, "tune-policy", TOOLS)
 def tune_policy(
     config: ConfigArgument,
     assignments: SetOption = None,
