@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from drafters.errors import UserError
 from pipeline.cli_deploy import deploy_app
+from pipeline.cli_plan import plan
 from pipeline.cli_tools import config_app, doctor
 from pipeline.invocation import (
     ConfigArgument,
@@ -34,7 +35,7 @@ STAGES = "Stages, in the order of the loop"
 WHOLE = "The whole loop"
 TOOLS = "Tools"
 ORDER = (
-    "data", "train", "prune", "distill", "fit-length-head", "evaluate", "deploy", "retrain", "run", "tune-policy",
+    "data", "train", "prune", "distill", "fit-length-head", "evaluate", "deploy", "retrain", "run", "plan", "tune-policy",
     "config", "doctor",
 )  # fmt: skip
 EPILOG = """\
@@ -73,6 +74,7 @@ app.add_typer(deploy_app, name="deploy", rich_help_panel=STAGES)
 retrain_app = typer.Typer(no_args_is_help=True, help="Online rounds for schedulers.")
 app.add_typer(retrain_app, name="retrain", rich_help_panel=STAGES)
 app.add_typer(config_app, name="config", rich_help_panel=TOOLS)
+command(app, "plan", TOOLS)(plan)
 command(app, "doctor", TOOLS)(doctor)
 
 

@@ -19,7 +19,7 @@ _BOUNDS = {
 _INTRODUCTION = """\
 # Configuration reference
 
-This page is generated. To change it, edit the descriptions in `pipeline/config.py`, then run
+This page is generated. To change it, edit the descriptions in `pipeline/config/`, then run
 `draftsmith config schema --markdown > docs/config.md`.
 
 Every key of the YAML files, as `--set KEY=VALUE` takes it. `N` is the index of a list item, from 0. A key that is left

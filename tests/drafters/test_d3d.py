@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -196,6 +197,38 @@ def test_without_the_next_token_loss_the_documents_still_count_through_the_block
     assert plain.value == plain.diff.value and plain.ar == 0
     ar = next_token_loss(output.hidden_TH, drafter.head_VH, batch)
     torch.testing.assert_close(both.value, plain.value + 2 * ar)
+
+
+def test_soft_next_tokens_pull_towards_the_teacher_and_not_at_all_where_it_stands() -> None:
+    """KL(p‖q) of every response token, written out; a copy of the teacher has nothing to learn."""
+    drafter, batch = make_drafter("llama", shift=True), make_batch()
+    teacher = copy.deepcopy(drafter)
+    with torch.no_grad():
+        noise = torch.randn(teacher.head_VH.shape, generator=torch.Generator().manual_seed(1))
+        teacher.head_VH.add_(0.3 * noise)
+        teacher_TH = teacher(batch).hidden_TH
+
+    def ar(teacher_head_VH: torch.Tensor) -> torch.Tensor:
+        return d3d_loss(
+            drafter(batch),
+            drafter.head_VH,
+            batch,
+            LossSpec("osd"),
+            teacher_hidden_TH=teacher_TH,
+            teacher_head_VH=teacher_head_VH,
+        ).ar
+
+    predicting = [
+        t - 1
+        for start, length in zip(STARTS, LENGTHS, strict=True)
+        for t in range(start + PROMPT, start + length)
+    ]
+    p = (teacher_TH @ teacher.head_VH.T).log_softmax(-1)[predicting]
+    q = (drafter(batch).hidden_TH @ drafter.head_VH.T).log_softmax(-1)[predicting]
+    expected = (p.exp() * (p - q)).sum(-1).mean()
+    assert expected > 0.01
+    torch.testing.assert_close(ar(teacher.head_VH), expected.detach(), atol=1e-6, rtol=1e-5)
+    assert ar(drafter.head_VH).abs() < 1e-6
 
 
 def test_the_prefix_is_computed_once(drafter: D3DDrafter) -> None:
