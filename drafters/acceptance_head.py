@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-MAX_LOGIT = 10.0
-"""Bound of the drafter's certainty as a logit: beyond it half precision rounds probabilities to 1."""
+MAX_LOGIT = 6.0
+"""Bound of the drafter's certainty as a logit: beyond it bfloat16 rounds probabilities to 1."""
+
+_SOFTMAX_ROWS = 16
 
 
 class AcceptanceHead(nn.Module):
@@ -84,11 +86,13 @@ def certainty_logit(log_probability: torch.Tensor) -> torch.Tensor:
 
 
 def draft_confidence(logits_RV: torch.Tensor) -> torch.Tensor:
-    """Log-probability of the likeliest token of each row, [R] fp32."""
-    # log-sum-exp in full precision, chunk by chunk: a float copy of all logits would be larger than they are
-    return torch.cat(
-        [part.float().amax(dim=-1) - part.float().logsumexp(dim=-1) for part in logits_RV.split(64)]
-    )
+    """Log-probability of the likeliest token of each row, [R] fp32; as precise as probabilities in the logits' data type are.
+
+    softmax adds up in full precision and rounds its result: half the time of a float copy of bfloat16 logits, and unlike a
+    rounded log-sum-exp still telling 0.99 from 0.9.
+    """
+    best = [part.softmax(dim=-1).amax(dim=-1) for part in logits_RV.split(_SOFTMAX_ROWS)]
+    return torch.cat(best).float().log()
 
 
 def confident_argmax(

@@ -65,6 +65,11 @@ def test_confidence_is_the_likeliest_tokens_log_probability() -> None:
     assert torch.equal(tokens, best.indices)
     torch.testing.assert_close(confidence.double(), best.values, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(draft_confidence(hidden @ head.T), confidence)
+    # rounded logits aside, bfloat16 keeps what a logit between the bounds needs
+    halves = (hidden @ head.T).bfloat16()
+    rounded = certainty_logit(draft_confidence(halves))
+    exact = certainty_logit(halves.double().log_softmax(dim=-1).amax(dim=-1))
+    assert (rounded - exact)[exact < 4].abs().max() < 0.15
     empty = confident_argmax(hidden[:0], head)
     assert [(len(x), x.dtype) for x in empty] == [(0, torch.int64), (0, torch.float32)]
 
