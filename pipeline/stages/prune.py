@@ -242,6 +242,7 @@ class _Pruning:
             loss_spec(self.settings.loss),
             optim_spec(self.settings.optim, self.settings.steps),
             label_share=self.settings.label_share,
+            ar_weight=self.settings.loss.ar_weight,
         )
         with (
             self.stage.result.section("recovery"),
