@@ -86,6 +86,12 @@ class StepCosts:
         self._verify_fit: tuple[Curve, Curve] | None = None
         self._draft_fit: Curve | None = None
 
+    def for_another_drafter(self) -> StepCosts:
+        """A table that goes on with what verification costs; of drafting it knows nothing."""
+        other = StepCosts()
+        other._verify = self._verify
+        return other
+
     @property
     def known(self) -> bool:
         """Whether there is enough to tell more rows from fewer, and drafting from not."""

@@ -73,9 +73,10 @@ class ThroughputPolicy:
 
     Args:
         head: predicts acceptance.
-        costs: the engine's table, learnt online; it may outlive a swap of drafters.
-        probe_every: one round in so many does what seems not to pay, drafting or not drafting, so that the policy notices when it
-            does; and one drafted round in twice as many verifies whole blocks, so that the table keeps knowing what rows cost.
+        costs: the engine's table, learnt online. After a swap of drafters it is to be one `for_another_drafter`.
+        probe_every: one round in so many does what seems not to pay, so that the policy notices when it does: decodes plainly, or
+            drafts, then twice running, as the first of the two catches up with the text and tells nothing of what drafting costs.
+            And one drafted round in twice as many verifies whole blocks, so that the table keeps knowing what rows cost.
     """
 
     name = "throughput"
@@ -83,8 +84,8 @@ class ThroughputPolicy:
     def __init__(
         self, head: AcceptanceHead, costs: StepCosts | None = None, *, probe_every: int = 64
     ) -> None:
-        if probe_every < 2:
-            raise ValueError(f"probe_every {probe_every} must be at least 2")
+        if probe_every < 3:
+            raise ValueError(f"probe_every {probe_every} must be at least 3")
         self.head = head
         self.costs = costs or StepCosts()
         self.probe_every = probe_every
@@ -105,7 +106,7 @@ class ThroughputPolicy:
         if self._rounds - decided >= _DECISION_ROUNDS:
             pays = self._pays(load.running)
             self._decisions[load.running] = self._rounds, pays
-        return pays != (self._rounds % self.probe_every == 0)
+        return pays != (self._rounds % self.probe_every < (1 if pays else 2))
 
     @torch.no_grad()
     def verify_len(self, hidden_NBH: torch.Tensor, embeddings_NBH: torch.Tensor, load: Load) -> torch.Tensor:

@@ -46,6 +46,6 @@ def make_policy(config: PolicyConfig, loaded: LoadedDrafter, costs: StepCosts | 
 
 
 def policy_factory(config: PolicyConfig) -> Callable[[LoadedDrafter], LengthPolicy]:
-    """Makes the policy of each drafter that one engine serves; what rounds cost outlives a swap."""
+    """Makes the policy of each drafter that one engine serves; what verification costs outlives a swap."""
     costs = StepCosts()
-    return lambda loaded: make_policy(config, loaded, costs)
+    return lambda loaded: make_policy(config, loaded, costs.for_another_drafter())

@@ -209,9 +209,14 @@ def test_policies_that_need_an_acceptance_head(output: Path, tmp_path: Path) -> 
     assert isinstance(survival, SurvivalPolicy) and survival.name == "survival"
     assert (survival.threshold_at(Load(7)), survival.threshold_at(Load(8))) == (0.2, 0.6)
     factory = policy_factory(PolicyConfig(name="throughput", probe_every=9))
-    first, second = factory(with_head), factory(with_head)
-    assert isinstance(first, ThroughputPolicy) and isinstance(second, ThroughputPolicy)
+    first = factory(with_head)
+    assert isinstance(first, ThroughputPolicy)
     assert first.name == "throughput" and first.probe_every == 9
-    assert first is not second and first.costs is second.costs
+    first.costs.observe_verify(4, 1, 2.0)
+    first.costs.observe_draft(1, 0.5)
+    second = factory(with_head)
+    assert isinstance(second, ThroughputPolicy) and second.costs is not first.costs
+    assert second.costs.verify_s([4], 1).tolist() == [2.0], "the target is the same"
+    assert second.costs.draft_s(1) == 0.0, "the drafter is another"
     other = make_policy(PolicyConfig(name="throughput"), with_head)
-    assert isinstance(other, ThroughputPolicy) and other.costs is not first.costs
+    assert isinstance(other, ThroughputPolicy) and other.costs.observed == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ import torch
 from drafters.acceptance_head import AcceptanceHead
 from drafters.checkpoint import LoadedDrafter, load_drafter, save_drafter
 from drafters.policies import FixedPolicy, LengthPolicy, Load, RoundTiming
-from drafters.step_cost import StepCosts
 from drafters.throughput_policy import ThroughputPolicy
+from pipeline.config import PolicyConfig
+from pipeline.policies import policy_factory
 from serving_bridge.local_engine import Completion, LocalEngine, Request
 from serving_bridge.records import VerificationRecord, committed_tokens, decode, encode
 from tests.serving_bridge.tiny_serving import BLOCK_SIZE, NEW_TOKENS, PATIENCE, Scene, make_scene
@@ -96,11 +98,10 @@ def test_records_hold_the_rounds_that_drafted(scene: Scene, start: Start, log: L
 
 
 def test_what_rounds_cost_outlives_a_swap(scene: Scene, start: Start, tmp_path: Path) -> None:
-    costs, made = StepCosts(), []
+    factory, made = policy_factory(PolicyConfig(name="throughput", probe_every=4)), list[ThroughputPolicy]()
 
     def policy(loaded: LoadedDrafter) -> LengthPolicy:
-        assert loaded.acceptance_head is not None
-        made.append(ThroughputPolicy(loaded.acceptance_head, costs, probe_every=4))
+        made.append(cast(ThroughputPolicy, factory(loaded)))
         return made[-1]
 
     places = []
@@ -119,13 +120,16 @@ def test_what_rounds_cost_outlives_a_swap(scene: Scene, start: Start, tmp_path: 
     engine = LocalEngine(scene.target, places[0], policy=policy, eos_ids=[], max_running=3)
     try:
         for place in (*places[::-1], places[1]):
+            costs = made[-1].costs
             before = costs.observed
             assert [c.output_ids for c in complete(engine, scene)] == scene.outputs
-            assert costs.observed > before
+            assert costs.observed > before and costs.draft_s(1) > 0
             engine.swap(place)
+            assert made[-1].costs.observed == costs.observed, "the target is the same"
+            assert made[-1].costs.draft_s(1) == 0, "the drafter is another"
     finally:
         engine.stop(PATIENCE)
-    assert len(made) == 4 and all(m.costs is costs for m in made)
+    assert len(made) == 4
 
 
 def test_tokens_per_round_follow_what_is_served(scene: Scene, start: Start) -> None:
