@@ -30,6 +30,8 @@ OUTLIER = 3.0
 """A round longer than so many means counts as so long: a machine's hiccup says nothing about rows."""
 
 _TRUSTED_COUNT = 4
+_LEAST_DECAY = 1e-6
+"""Of a knot whose cells are all that old: no weight at all would leave it without a mean."""
 _REFIT_ROUNDS = 16
 _SWEEPS = 30
 
@@ -71,7 +73,7 @@ class RunningMeans:
         means_C = np.asarray([cell.mean for cell in self.cells.values()])
         weights_C = np.asarray(
             [
-                min(cell.count, MEMORY) * 0.5 ** ((self.rounds - cell.seen) / HALF_LIFE)
+                min(cell.count, MEMORY) * max(0.5 ** ((self.rounds - cell.seen) / HALF_LIFE), _LEAST_DECAY)
                 for cell in self.cells.values()
             ]
         )
