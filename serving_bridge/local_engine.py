@@ -25,7 +25,7 @@ from drafters.errors import UserError
 from drafters.fill import layer_conflict
 from drafters.identity import require_same_target
 from drafters.lookahead import Lookahead
-from drafters.policies import LengthPolicy
+from drafters.policies import AdaptivePolicy, LengthPolicy
 from drafters.target import Target
 from drafters.verify import SamplingParams
 from serving_bridge.records import Round, Sampling, VerificationRecord
@@ -74,12 +74,13 @@ class LocalEngine:
             take the rest: thread pools that together exceed the cores slow each other down by far more than their share.
             The attribute may be changed at any time and counts from the next round on.
         lookahead: drafts ahead while the target verifies, if the drafter is one that can. Its owner closes it, after `stop`.
+            Not with a policy that learns what rounds cost (`throughput`).
 
     `tokens_per_round` estimates how fast a request goes on, whatever policy and drafter are at work: who feeds the engine can
     tell from it how long requests will stay.
 
     Raises:
-        UserError: when the drafter belongs to another target.
+        UserError: when the drafter belongs to another target, or policy and look-ahead do not go together.
     """
 
     def __init__(
@@ -179,9 +180,12 @@ class LocalEngine:
         conflict = layer_conflict(loaded.drafter, self.target)
         if conflict:
             raise UserError(f"{directory}: {conflict}")
-        return ServingDrafter(
-            loaded.drafter.to(self.target.device), self._policy(loaded), loaded.drafter_version
-        )
+        policy = self._policy(loaded)
+        if self.lookahead is not None and isinstance(policy, AdaptivePolicy):
+            raise UserError(
+                f"policy {policy.name} learns what rounds cost, and does not know those of drafting ahead"
+            )
+        return ServingDrafter(loaded.drafter.to(self.target.device), policy, loaded.drafter_version)
 
     def _serve(self) -> None:
         running: list[_Running] = []

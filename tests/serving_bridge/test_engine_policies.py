@@ -12,6 +12,8 @@ import torch
 
 from drafters.acceptance_head import AcceptanceHead
 from drafters.checkpoint import LoadedDrafter, load_drafter, save_drafter
+from drafters.errors import UserError
+from drafters.lookahead import Lookahead
 from drafters.policies import FixedPolicy, LengthPolicy, Load, RoundTiming
 from drafters.throughput_policy import ThroughputPolicy
 from pipeline.config import PolicyConfig
@@ -144,6 +146,17 @@ def test_tokens_per_round_follow_what_is_served(scene: Scene, start: Start) -> N
     assert tau > 1.2
     assert 1.0 < whole.tokens_per_round.estimate <= BLOCK_SIZE
     assert whole.tokens_per_round.rounds_for(100) == pytest.approx(100 / whole.tokens_per_round.estimate)
+
+
+def test_a_policy_that_learns_costs_does_not_go_with_drafting_ahead(scene: Scene) -> None:
+    with Lookahead(None) as lookahead, pytest.raises(UserError, match="policy fixed learns what rounds cost"):
+        LocalEngine(
+            scene.target,
+            scene.first,
+            policy=lambda loaded: EverySecondRound(),
+            eos_ids=[],
+            lookahead=lookahead,
+        )
 
 
 def test_an_engine_that_never_drafts_decodes_plainly(scene: Scene, start: Start, log: Log) -> None:
