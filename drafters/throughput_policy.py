@@ -90,7 +90,7 @@ class ThroughputPolicy:
         self.costs = costs or StepCosts()
         self.probe_every = probe_every
         self._recent: deque[Floats] = deque(maxlen=_RECENT_BLOCKS)
-        self._rounds = self._drafted = 0
+        self._rounds = self._drafted = self._most_tried = 0
         self._decisions: dict[int, tuple[int, bool]] = {}
 
     @property
@@ -113,8 +113,8 @@ class ThroughputPolicy:
         num_requests, block_size = hidden_NBH.shape[:2]
         survival_ND = self.head.survival(hidden_NBH, load.confidence_ND).double().cpu().numpy()
         self._recent.extend(survival_ND)
-        self._drafted += 1
         trial = self._trial(num_requests, block_size)
+        self._drafted += 1
         lengths = [trial] * num_requests if trial else self.plan(survival_ND).lengths
         return torch.tensor(lengths, device=hidden_NBH.device)
 
@@ -133,13 +133,16 @@ class ThroughputPolicy:
 
     def _trial(self, num_requests: int, block_size: int) -> int:
         """The length that all requests try in this round for the table's sake; 0 to choose."""
-        observed = self.costs.observed
-        if observed < CALIBRATION_ROUNDS:
+        if self.costs.observed < CALIBRATION_ROUNDS:
             tried = (block_size, 1, (block_size + 1) // 2, max(1, block_size // 4))
-            return tried[observed % len(tried)]
-        # more rows than the table can foretell: once per such load
-        beyond = num_requests * block_size > 1.5 * self.costs.most_rows
-        return block_size if beyond or self._drafted % (2 * self.probe_every) == 0 else 0
+            # by rounds drafted: those with a new prompt are not observed, and might be many
+            return tried[self._drafted % len(tried)]
+        # more rows than the table can foretell: once per such load, observed or not
+        rows = num_requests * block_size
+        beyond = rows > 1.5 * max(self.costs.most_rows, self._most_tried)
+        if beyond:
+            self._most_tried = rows
+        return block_size if beyond or (self._drafted + 1) % (2 * self.probe_every) == 0 else 0
 
     def _pays(self, num_requests: int) -> bool:
         """Whether drafting rounds, planned for blocks like the recent ones, commit more per second than plain ones."""

@@ -154,6 +154,22 @@ def test_calibration_tries_lengths_and_a_higher_load_its_most_rows() -> None:
     assert policy.verify_len(states, states, Load(8)).tolist() == [1] * 8
 
 
+def test_trials_go_on_where_rounds_with_new_prompts_are_not_observed() -> None:
+    policy = ThroughputPolicy(random_acceptance_head(HIDDEN, BLOCK, confidence=False))
+    states = hidden(8)
+
+    def tried(count: int) -> int:
+        (length,) = set(policy.verify_len(states[:count], states[:count], Load(count)).tolist())
+        return int(length)
+
+    assert {tried(1) for _ in range(8)} == {1, 2, BLOCK}
+    for _ in range(CALIBRATION_ROUNDS):
+        length = tried(1)
+        policy.observe(RoundTiming(1, length, 1.0 + 9.0 * length, 0.01))
+    assert tried(1) == 1
+    assert [tried(8) for _ in range(4)] == [BLOCK, 1, 1, 1], "a load's most rows are tried once"
+
+
 def test_only_throughput_is_adaptive() -> None:
     head = random_acceptance_head(HIDDEN, BLOCK)
     assert isinstance(ThroughputPolicy(head), AdaptivePolicy)
