@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from drafters.monotone import Floats, interpolate, non_decreasing
+from drafters.policies import RoundTiming
 
 MEMORY = 32
 """Rounds over which a cell's mean forgets."""
@@ -108,6 +109,12 @@ class StepCosts:
     def most_rows(self) -> int:
         """About the most rows that a round has had; 0 before the first."""
         return max((rows for _, rows in self._verify.cells), default=0)
+
+    def observe(self, timing: RoundTiming) -> None:
+        """Learn from a finished round."""
+        self.observe_verify(timing.rows, timing.requests, timing.verify_s)
+        if timing.draft_s is not None:
+            self.observe_draft(timing.requests, timing.draft_s)
 
     def observe_verify(self, rows: int, requests: int, seconds: float) -> None:
         """The target read `rows` rows of `requests` requests, and what to commit was settled."""

@@ -127,9 +127,7 @@ class ThroughputPolicy:
 
     def observe(self, timing: RoundTiming) -> None:
         """Learn from a finished round."""
-        self.costs.observe_verify(timing.rows, timing.requests, timing.verify_s)
-        if timing.draft_s is not None:
-            self.costs.observe_draft(timing.requests, timing.draft_s)
+        self.costs.observe(timing)
 
     def _trial(self, num_requests: int, block_size: int) -> int:
         """The length that all requests try in this round for the table's sake; 0 to choose."""

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from drafters.admission import TokensPerRound
 from drafters.checkpoint import LoadedDrafter, load_drafter
 from drafters.decoding import DecodingSession, ServingDrafter, decode_round
 from drafters.errors import UserError
@@ -76,9 +75,6 @@ class LocalEngine:
         lookahead: drafts ahead while the target verifies, if the drafter is one that can. Its owner closes it, after `stop`.
             Not with a policy that learns what rounds cost (`throughput`).
 
-    `tokens_per_round` estimates how fast a request goes on, whatever policy and drafter are at work: who feeds the engine can
-    tell from it how long requests will stay.
-
     Raises:
         UserError: when the drafter belongs to another target, or policy and look-ahead do not go together.
     """
@@ -101,7 +97,6 @@ class LocalEngine:
         self.max_running = max_running
         self.threads = threads
         self.lookahead = lookahead
-        self.tokens_per_round = TokensPerRound()
         self._policy = policy
         self._serving = self._load(directory)
         self._swapping = threading.Lock()
@@ -228,15 +223,11 @@ class LocalEngine:
         active = [job for job in running if not job.future.cancelled()]
         if not active:
             return
-        begun = [job.session for job in active if job.session.begun]
         try:
             failed = decode_round([job.session for job in active], self._serving, lookahead=self.lookahead)
         except Exception as error:
             # what breaks a pass of all requests leaves none of them in a known state
             failed = {job.session: error for job in active}
-        committed = [session.rounds[-1].committed for session in begun if session not in failed]
-        if committed:
-            self.tokens_per_round.observe(sum(committed), len(committed))
         for job in active:
             if job.session in failed:
                 _fail(job.future, failed[job.session])

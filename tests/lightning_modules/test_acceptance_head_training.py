@@ -52,9 +52,11 @@ def test_blocks_carry_labels_and_confidence_of_the_drafts(confidence: bool) -> N
     target = make_target()
     module, batch = fitted(target, True, confidence), every_anchor(target)
     blocks = module.blocks(batch)
-    features, accepted_N, complete_N = fitted(target, False).labels(batch)
-    assert torch.equal(blocks.accepted_N, accepted_N) and torch.equal(blocks.complete_N, complete_N)
-    assert torch.equal(module.length_features(blocks.filled), features)
+    alone = fitted(target, False)
+    without = alone.blocks(batch)
+    assert torch.equal(blocks.accepted_N, without.accepted_N)
+    assert torch.equal(blocks.complete_N, without.complete_N)
+    assert torch.equal(module.length_features(blocks.filled), alone.length_features(without.filled))
     if not confidence:
         assert blocks.confidence_ND is None
         return
