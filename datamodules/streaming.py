@@ -21,7 +21,7 @@ import torch
 from datamodules.packed_loader import PackedLoader, PackingSpec, derived_generator
 from drafters.errors import UserError
 from drafters.packing import Document
-from serving_bridge.records import VerificationRecord
+from serving_bridge.records import VerificationRecord, committed_tokens
 from serving_bridge.transport import Cursor, Delivery, LogReader
 
 _log = logging.getLogger(__name__)
@@ -286,15 +286,19 @@ def _plain(document: Document) -> dict[str, Any]:
 
 
 def record_to_document(record: VerificationRecord) -> Document:
-    """The served text with the positions where rounds began, if any round was logged."""
+    """The served text with the positions where rounds began, if they tell where rounds mostly begin.
+
+    A text that was mostly decoded plainly has a few rounds, at places that only probes chose.
+    """
     num_prompt, num_output = len(record.prompt_ids), len(record.output_ids)
+    known = bool(record.rounds) and 2 * committed_tokens(record) >= num_output
     return Document(
         token_ids=[*record.prompt_ids, *record.output_ids],
         response_mask=[False] * num_prompt + [True] * num_output,
         document_id=record.request_id,
         domain=record.domain,
         conversation_key=record.conversation_key,
-        round_starts=[r.start for r in record.rounds] or None,
+        round_starts=[r.start for r in record.rounds] if known else None,
     )
 
 

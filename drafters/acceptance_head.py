@@ -98,12 +98,16 @@ def draft_confidence(logits_RV: torch.Tensor) -> torch.Tensor:
 def confident_argmax(
     hidden_RH: torch.Tensor, head_VH: torch.Tensor, rows: int = 512
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Likeliest tokens [R] int64 and their log-probabilities [R] fp32, without ever holding [R, V]."""
+    """Likeliest tokens [R] int64 and their log-probabilities [R] fp32, without ever holding [R, V].
+
+    In the head's own precision, as in serving, whatever autocast says.
+    """
     tokens, confidence = [hidden_RH.new_zeros(0, dtype=torch.long)], [hidden_RH.new_zeros(0).float()]
-    for part in hidden_RH.split(rows):
-        logits = part.to(head_VH.dtype) @ head_VH.T
-        tokens.append(logits.max(dim=-1).indices)
-        confidence.append(draft_confidence(logits))
+    with torch.autocast(hidden_RH.device.type, enabled=False):
+        for part in hidden_RH.split(rows):
+            logits = part.to(head_VH.dtype) @ head_VH.T
+            tokens.append(logits.max(dim=-1).indices)
+            confidence.append(draft_confidence(logits))
     return torch.cat(tokens), torch.cat(confidence)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from drafters.monotone import Floats, interpolate, non_decreasing
+from drafters.policies import RoundTiming
 
 MEMORY = 32
 """Rounds over which a cell's mean forgets."""
@@ -30,6 +31,8 @@ OUTLIER = 3.0
 """A round longer than so many means counts as so long: a machine's hiccup says nothing about rows."""
 
 _TRUSTED_COUNT = 4
+_LEAST_DECAY = 1e-6
+"""Of a knot whose cells are all that old: no weight at all would leave it without a mean."""
 _REFIT_ROUNDS = 16
 _SWEEPS = 30
 
@@ -71,7 +74,7 @@ class RunningMeans:
         means_C = np.asarray([cell.mean for cell in self.cells.values()])
         weights_C = np.asarray(
             [
-                min(cell.count, MEMORY) * 0.5 ** ((self.rounds - cell.seen) / HALF_LIFE)
+                min(cell.count, MEMORY) * max(0.5 ** ((self.rounds - cell.seen) / HALF_LIFE), _LEAST_DECAY)
                 for cell in self.cells.values()
             ]
         )
@@ -85,6 +88,12 @@ class StepCosts:
         self._verify, self._draft = RunningMeans(), RunningMeans()
         self._verify_fit: tuple[Curve, Curve] | None = None
         self._draft_fit: Curve | None = None
+
+    def for_another_drafter(self) -> StepCosts:
+        """A table that goes on with what verification costs; of drafting it knows nothing."""
+        other = StepCosts()
+        other._verify = self._verify
+        return other
 
     @property
     def known(self) -> bool:
@@ -100,6 +109,12 @@ class StepCosts:
     def most_rows(self) -> int:
         """About the most rows that a round has had; 0 before the first."""
         return max((rows for _, rows in self._verify.cells), default=0)
+
+    def observe(self, timing: RoundTiming) -> None:
+        """Learn from a finished round."""
+        self.observe_verify(timing.rows, timing.requests, timing.verify_s)
+        if timing.draft_s is not None:
+            self.observe_draft(timing.requests, timing.draft_s)
 
     def observe_verify(self, rows: int, requests: int, seconds: float) -> None:
         """The target read `rows` rows of `requests` requests, and what to commit was settled."""

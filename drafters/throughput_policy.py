@@ -73,9 +73,10 @@ class ThroughputPolicy:
 
     Args:
         head: predicts acceptance.
-        costs: the engine's table, learnt online; it may outlive a swap of drafters.
-        probe_every: one round in so many does what seems not to pay, drafting or not drafting, so that the policy notices when it
-            does; and one drafted round in twice as many verifies whole blocks, so that the table keeps knowing what rows cost.
+        costs: the engine's table, learnt online. After a swap of drafters it is to be one `for_another_drafter`.
+        probe_every: one round in so many does what seems not to pay, so that the policy notices when it does: decodes plainly, or
+            drafts, then twice running, as the first of the two catches up with the text and tells nothing of what drafting costs.
+            And one drafted round in twice as many verifies whole blocks, so that the table keeps knowing what rows cost.
     """
 
     name = "throughput"
@@ -83,13 +84,13 @@ class ThroughputPolicy:
     def __init__(
         self, head: AcceptanceHead, costs: StepCosts | None = None, *, probe_every: int = 64
     ) -> None:
-        if probe_every < 2:
-            raise ValueError(f"probe_every {probe_every} must be at least 2")
+        if probe_every < 3:
+            raise ValueError(f"probe_every {probe_every} must be at least 3")
         self.head = head
         self.costs = costs or StepCosts()
         self.probe_every = probe_every
         self._recent: deque[Floats] = deque(maxlen=_RECENT_BLOCKS)
-        self._rounds = self._drafted = 0
+        self._rounds = self._drafted = self._most_tried = 0
         self._decisions: dict[int, tuple[int, bool]] = {}
 
     @property
@@ -105,15 +106,15 @@ class ThroughputPolicy:
         if self._rounds - decided >= _DECISION_ROUNDS:
             pays = self._pays(load.running)
             self._decisions[load.running] = self._rounds, pays
-        return pays != (self._rounds % self.probe_every == 0)
+        return pays != (self._rounds % self.probe_every < (1 if pays else 2))
 
     @torch.no_grad()
     def verify_len(self, hidden_NBH: torch.Tensor, embeddings_NBH: torch.Tensor, load: Load) -> torch.Tensor:
         num_requests, block_size = hidden_NBH.shape[:2]
         survival_ND = self.head.survival(hidden_NBH, load.confidence_ND).double().cpu().numpy()
         self._recent.extend(survival_ND)
-        self._drafted += 1
         trial = self._trial(num_requests, block_size)
+        self._drafted += 1
         lengths = [trial] * num_requests if trial else self.plan(survival_ND).lengths
         return torch.tensor(lengths, device=hidden_NBH.device)
 
@@ -126,19 +127,20 @@ class ThroughputPolicy:
 
     def observe(self, timing: RoundTiming) -> None:
         """Learn from a finished round."""
-        self.costs.observe_verify(timing.rows, timing.requests, timing.verify_s)
-        if timing.draft_s is not None:
-            self.costs.observe_draft(timing.requests, timing.draft_s)
+        self.costs.observe(timing)
 
     def _trial(self, num_requests: int, block_size: int) -> int:
         """The length that all requests try in this round for the table's sake; 0 to choose."""
-        observed = self.costs.observed
-        if observed < CALIBRATION_ROUNDS:
+        if self.costs.observed < CALIBRATION_ROUNDS:
             tried = (block_size, 1, (block_size + 1) // 2, max(1, block_size // 4))
-            return tried[observed % len(tried)]
-        # more rows than the table can foretell: once per such load
-        beyond = num_requests * block_size > 1.5 * self.costs.most_rows
-        return block_size if beyond or self._drafted % (2 * self.probe_every) == 0 else 0
+            # by rounds drafted: those with a new prompt are not observed, and might be many
+            return tried[self._drafted % len(tried)]
+        # more rows than the table can foretell: once per such load, observed or not
+        rows = num_requests * block_size
+        beyond = rows > 1.5 * max(self.costs.most_rows, self._most_tried)
+        if beyond:
+            self._most_tried = rows
+        return block_size if beyond or (self._drafted + 1) % (2 * self.probe_every) == 0 else 0
 
     def _pays(self, num_requests: int) -> bool:
         """Whether drafting rounds, planned for blocks like the recent ones, commit more per second than plain ones."""

@@ -86,11 +86,6 @@ class LengthHeadModule(L.LightningModule):
         """What the length head reads of the blocks."""
         return filled.hidden_NBH if self.length_head.features == "hidden" else filled.embeddings_NBH
 
-    def labels(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(features_NBH, accepted_N, complete_N) of every block."""
-        blocks = self.blocks(batch)
-        return self.length_features(blocks.filled), blocks.accepted_N, blocks.complete_N
-
     def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
         blocks, block_size = self.blocks(batch), self.frozen_drafter[0].block_size
         predicted_N = self.length_head(self.length_features(blocks.filled))

@@ -13,7 +13,13 @@ from drafters.acceptance_head import (
     acceptance_loss,
     confident_argmax,
 )
-from drafters.block_loss import accepted_prefix, prefix_complete, served_matches
+from drafters.block_loss import (
+    BlockLoss,
+    BlockTargets,
+    accepted_prefix,
+    prefix_complete,
+    served_matches,
+)
 from drafters.fill import Drafter, FilledBlocks, draft_head
 from drafters.length_head import LengthHead, length_loss
 from drafters.objectives import LossSpec
@@ -62,10 +68,7 @@ class OPDModule(BlockTrainingModule):
         self.log_step(loss, targets)
         if self.length_head is None and self.acceptance_head is None:
             return loss.value
-        match_NB = loss.match_NB
-        if self.vocabulary is not None:
-            # over part of the vocabulary more drafts match, and the heads would learn to verify too many
-            match_NB = served_matches(filled.hidden_NBH, self.target.head_VH, targets)
+        match_NB, confidence_ND = self._labels(loss, targets, filled)
         total = loss.value
         if self.length_head is not None:
             head = self.length_head
@@ -78,20 +81,31 @@ class OPDModule(BlockTrainingModule):
             self.log("train/length_loss", head_loss.detach())
             total = total + head_loss
         if self.acceptance_head is not None:
-            logits_ND = self.acceptance_head.logits(filled.hidden_NBH, self._confidence(filled))
+            logits_ND = self.acceptance_head.logits(filled.hidden_NBH, confidence_ND)
             head_loss = acceptance_loss(logits_ND, *acceptance_labels(match_NB, targets.valid_NB))
             self.log("train/acceptance_loss", head_loss.detach())
             total = total + head_loss
         return total
 
     @torch.no_grad()
-    def _confidence(self, filled: FilledBlocks) -> torch.Tensor | None:
-        """confidence_ND of the blocks, if the acceptance head reads it: one more pass of the draft head."""
-        if self.acceptance_head is None or not self.acceptance_head.reads_confidence:
-            return None
-        drafting_NDH = filled.hidden_NBH[:, 1:]
-        _, confidence_R = confident_argmax(drafting_NDH.flatten(0, 1), draft_head(self.drafter, self.target))
-        return confidence_R.view(drafting_NDH.shape[:2])
+    def _labels(
+        self, loss: BlockLoss, targets: BlockTargets, filled: FilledBlocks
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """match_NB over the whole head, and confidence_ND if the acceptance head reads it (0 at slots outside the text)."""
+        head_VH, valid_NB = draft_head(self.drafter, self.target), targets.valid_NB
+        match_NB, confidence_ND = loss.match_NB, None
+        if self.acceptance_head is not None and self.acceptance_head.reads_confidence:
+            drafts_R, confidence_R = confident_argmax(filled.hidden_NBH[valid_NB], head_VH)
+            confidence_NB = confidence_R.new_zeros(valid_NB.shape)
+            confidence_NB[valid_NB] = confidence_R
+            confidence_ND = confidence_NB[:, 1:]
+            if self.vocabulary is not None:
+                match_NB = torch.zeros_like(valid_NB)
+                match_NB[valid_NB] = drafts_R == targets.served_NB[valid_NB]
+        elif self.vocabulary is not None:
+            # over part of the vocabulary more drafts match, and the heads would learn to verify too many
+            match_NB = served_matches(filled.hidden_NBH, head_VH, targets)
+        return match_NB, confidence_ND
 
     def clipped_modules(self) -> list[nn.Module | None]:
         return [self.drafter, self.length_head, self.acceptance_head]

@@ -204,7 +204,13 @@ def fit(trainer: L.Trainer, module: L.LightningModule, datamodule: Any, checkpoi
     except (RuntimeError, KeyError, EOFError) as error:
         if checkpoint is not None and "state_dict" in str(error):
             first_line = str(error).strip().splitlines()[0]
-            raise UserError(f"{checkpoint}: does not fit this config ({first_line})") from error
+            cure = ""
+            if 'Missing key(s) in state_dict: "acceptance_head.' in str(error):
+                cure = (
+                    "; its run had no acceptance head: start anew, or go on without one "
+                    "(fit-length-head: --set length_head.acceptance=false)"
+                )
+            raise UserError(f"{checkpoint}: does not fit this config ({first_line}){cure}") from error
         raise
 
 

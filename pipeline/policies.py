@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from drafters.checkpoint import LoadedDrafter
@@ -11,6 +12,10 @@ from drafters.step_cost import StepCosts
 from drafters.survival_policy import SurvivalPolicy
 from drafters.throughput_policy import ThroughputPolicy
 from pipeline.config import PolicyConfig
+
+_log = logging.getLogger(__name__)
+
+_BY_ACCEPTANCE = ("survival", "throughput")
 
 
 def make_policy(config: PolicyConfig, loaded: LoadedDrafter, costs: StepCosts | None = None) -> LengthPolicy:
@@ -25,7 +30,7 @@ def make_policy(config: PolicyConfig, loaded: LoadedDrafter, costs: StepCosts | 
         UserError: when the drafter lacks the head that the policy rests on.
     """
     device = next(loaded.drafter.parameters()).device
-    if config.name in ("survival", "throughput"):
+    if config.name in _BY_ACCEPTANCE:
         if loaded.acceptance_head is None:
             raise UserError(
                 f"policy.name: {config.name} needs an acceptance head, and drafter {loaded.drafter_version} has none; fit one "
@@ -46,6 +51,25 @@ def make_policy(config: PolicyConfig, loaded: LoadedDrafter, costs: StepCosts | 
 
 
 def policy_factory(config: PolicyConfig) -> Callable[[LoadedDrafter], LengthPolicy]:
-    """Makes the policy of each drafter that one engine serves; what rounds cost outlives a swap."""
+    """Makes the policy of each drafter that one engine serves; what verification costs outlives a swap.
+
+    The first drafter must have the head that the policy rests on. One that is swapped in without it, as in a rollback to a
+    champion from before the head, is served with whole blocks: refusing it would keep the challenger that failed.
+    """
     costs = StepCosts()
-    return lambda loaded: make_policy(config, loaded, costs)
+    started = False
+
+    def make(loaded: LoadedDrafter) -> LengthPolicy:
+        nonlocal started
+        if started and config.name in _BY_ACCEPTANCE and loaded.acceptance_head is None:
+            _log.warning(
+                "policy %s: drafter %s has no acceptance head, so whole blocks are verified",
+                config.name,
+                loaded.drafter_version,
+            )
+            return FixedPolicy()
+        policy = make_policy(config, loaded, costs.for_another_drafter())
+        started = True
+        return policy
+
+    return make

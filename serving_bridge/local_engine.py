@@ -18,14 +18,13 @@ from pathlib import Path
 
 import torch
 
-from drafters.admission import TokensPerRound
 from drafters.checkpoint import LoadedDrafter, load_drafter
 from drafters.decoding import DecodingSession, ServingDrafter, decode_round
 from drafters.errors import UserError
 from drafters.fill import layer_conflict
 from drafters.identity import require_same_target
 from drafters.lookahead import Lookahead
-from drafters.policies import LengthPolicy
+from drafters.policies import AdaptivePolicy, LengthPolicy
 from drafters.target import Target
 from drafters.verify import SamplingParams
 from serving_bridge.records import Round, Sampling, VerificationRecord
@@ -74,12 +73,10 @@ class LocalEngine:
             take the rest: thread pools that together exceed the cores slow each other down by far more than their share.
             The attribute may be changed at any time and counts from the next round on.
         lookahead: drafts ahead while the target verifies, if the drafter is one that can. Its owner closes it, after `stop`.
-
-    `tokens_per_round` estimates how fast a request goes on, whatever policy and drafter are at work: who feeds the engine can
-    tell from it how long requests will stay.
+            Not with a policy that learns what rounds cost (`throughput`).
 
     Raises:
-        UserError: when the drafter belongs to another target.
+        UserError: when the drafter belongs to another target, or policy and look-ahead do not go together.
     """
 
     def __init__(
@@ -100,7 +97,6 @@ class LocalEngine:
         self.max_running = max_running
         self.threads = threads
         self.lookahead = lookahead
-        self.tokens_per_round = TokensPerRound()
         self._policy = policy
         self._serving = self._load(directory)
         self._swapping = threading.Lock()
@@ -179,9 +175,12 @@ class LocalEngine:
         conflict = layer_conflict(loaded.drafter, self.target)
         if conflict:
             raise UserError(f"{directory}: {conflict}")
-        return ServingDrafter(
-            loaded.drafter.to(self.target.device), self._policy(loaded), loaded.drafter_version
-        )
+        policy = self._policy(loaded)
+        if self.lookahead is not None and isinstance(policy, AdaptivePolicy):
+            raise UserError(
+                f"policy {policy.name} learns what rounds cost, and does not know those of drafting ahead"
+            )
+        return ServingDrafter(loaded.drafter.to(self.target.device), policy, loaded.drafter_version)
 
     def _serve(self) -> None:
         running: list[_Running] = []
@@ -224,15 +223,11 @@ class LocalEngine:
         active = [job for job in running if not job.future.cancelled()]
         if not active:
             return
-        begun = [job.session for job in active if job.session.begun]
         try:
             failed = decode_round([job.session for job in active], self._serving, lookahead=self.lookahead)
         except Exception as error:
             # what breaks a pass of all requests leaves none of them in a known state
             failed = {job.session: error for job in active}
-        committed = [session.rounds[-1].committed for session in begun if session not in failed]
-        if committed:
-            self.tokens_per_round.observe(sum(committed), len(committed))
         for job in active:
             if job.session in failed:
                 _fail(job.future, failed[job.session])

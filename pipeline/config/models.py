@@ -89,8 +89,8 @@ class PolicyConfig(Section):
     )
     probe_every: int = Field(
         64,
-        ge=2,
-        description="throughput: one round in so many tries what seems not to pay, drafting or not.",
+        ge=3,
+        description="throughput: once in so many rounds, what seems not to pay is tried: one plain round, or two with drafts.",
     )
 
 

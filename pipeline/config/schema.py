@@ -81,6 +81,12 @@ class Config(Section):
                 f"lookahead.mode {self.lookahead.mode!r} needs drafter.family d3d: "
                 f"a {self.drafter.family} drafter waits for the target's states"
             )
+        if self.lookahead.mode != "off" and self.policy.name == "throughput":
+            raise ValueError(
+                f"lookahead.mode {self.lookahead.mode!r} does not go with policy.name 'throughput', "
+                "which knows one cost of drafting a block, not that of one prepared or missed: "
+                "choose another policy, or set lookahead.mode to off"
+            )
         coverage = self.lookahead.coverage
         if coverage is not None and coverage > self.drafter.block_size:
             raise ValueError(

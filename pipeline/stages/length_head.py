@@ -31,6 +31,7 @@ def fit_length_head(config: Config, *, drafter: Path, resume: bool = False) -> P
 
     The result holds their calibration on validation documents: of the length head the mean prediction, mean label, and the mean
     verify_len that γ would give; of the acceptance head the expected calibration error before and after its calibration there.
+    Without validation documents the length head is described on those of training, and the acceptance head is not calibrated.
     """
     with open_stage(config, "length_head") as stage:
         checkpoint = resume_path(stage.output, resume)
@@ -72,8 +73,11 @@ def fit_length_head(config: Config, *, drafter: Path, resume: bool = False) -> P
             f"mean verify_len {calibration['verify_len_mean']:.2f} at gamma {config.policy.gamma}"
         )
         stage.result.metrics |= {"steps": trainer.global_step, **calibration}
-        if acceptance_head is not None:
-            acceptance = calibrate_acceptance(acceptance_head, module, validation or train, config)
+        if acceptance_head is not None and not validation:
+            # blocks that it was fitted to would make it too sure of itself
+            say("acceptance head: not calibrated, for want of validation documents (data.val_fraction)")
+        elif acceptance_head is not None:
+            acceptance = calibrate_acceptance(acceptance_head, module, validation, config)
             stage.result.metrics["acceptance"] = acceptance
             say(
                 f"acceptance head: calibration error {acceptance['ece']:.3f} (uncalibrated {acceptance['ece_raw']:.3f}), "

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from drafters.admission import AdmissionEstimate
 from serving_bridge.records import Sampling
 from serving_bridge.sglang_plugin import SCHEDULER, STATUS_KEY, SWAP_FORMAT
+from serving_bridge.sglang_plugin.admission import AdmissionEstimate
 from serving_bridge.sglang_plugin.drafter_store import DrafterStore, checked_module, read_served
 from serving_bridge.sglang_plugin.packing import cap_candidates
 from serving_bridge.sglang_plugin.recorder import Recorder, RequestLog

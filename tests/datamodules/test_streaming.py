@@ -269,6 +269,19 @@ def test_record_becomes_the_served_document() -> None:
     assert record_to_document(make_record(3, rounds=[])).round_starts is None
 
 
+def test_the_rounds_of_a_text_that_was_mostly_decoded_plainly_are_no_anchors() -> None:
+    record = make_record(3)
+    committed = 0
+    for count, this in enumerate(record.rounds, start=1):
+        committed += this.accepted + 1
+        document = record_to_document(make_record(3, rounds=record.rounds[:count]))
+        if 2 * min(committed, len(record.output_ids) - 1) < len(record.output_ids):
+            assert document.round_starts is None
+        else:
+            assert document.round_starts == [r.start for r in record.rounds[:count]]
+    assert record.rounds[0].accepted + 1 < len(record.output_ids) / 2 < committed, "both must occur"
+
+
 def test_a_share_of_each_round_is_replayed(tmp_path: Path) -> None:
     spec = replace(SPEC, trigger=6, buffer_share=0.25, passes=1)
     data = make_stream(tmp_path, records(*range(18)), spec, offline=make_documents(5, first=70))

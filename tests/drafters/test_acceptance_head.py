@@ -70,6 +70,11 @@ def test_confidence_is_the_likeliest_tokens_log_probability() -> None:
     rounded = certainty_logit(draft_confidence(halves))
     exact = certainty_logit(halves.double().log_softmax(dim=-1).amax(dim=-1))
     assert (rounded - exact)[exact < 4].abs().max() < 0.15
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(confident_argmax(hidden, head), (tokens, confidence), strict=True)
+        )
     empty = confident_argmax(hidden[:0], head)
     assert [(len(x), x.dtype) for x in empty] == [(0, torch.int64), (0, torch.float32)]
 

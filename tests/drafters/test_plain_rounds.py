@@ -180,6 +180,9 @@ def test_what_a_policy_is_told(trained: Any) -> None:
     # drafting after a gap longer than a block has more to read than usual
     assert not decode_round(sessions, serving)
     assert (told[-1].rows, told[-1].draft_s) == (3 * BLOCK, None)
+    # the next one has not, so a probe of two rounds says what drafting costs
+    assert not decode_round(sessions, serving)
+    assert told[-1].draft_s is not None
     # and a failed round tells nothing
     before = len(told)
     sessions[1]._verify = None  # type: ignore[assignment, method-assign]

@@ -78,6 +78,23 @@ def test_a_slower_machine_is_followed_and_a_hiccup_is_not() -> None:
     assert costs.verify_s([8], 1)[0] == pytest.approx(40.0, rel=0.02)
 
 
+def test_a_cell_that_was_not_seen_for_millions_of_rounds_still_counts() -> None:
+    costs = StepCosts()
+    for rows in (1, 4, 8):
+        costs.observe_verify(rows, 1, 1.0 + rows)
+        costs.observe_verify(2 * rows, 2, 2.0 + 2 * rows)
+    costs.observe_draft(1, 0.5)
+    costs.observe_draft(2, 0.7)
+    costs._verify.rounds += 3_000_000
+    costs._draft.rounds += 3_000_000
+    for _ in range(40):
+        costs.observe_verify(4, 1, 5.0)
+        costs.observe_draft(1, 0.5)
+    assert np.isfinite(costs.verify_s(range(1, 17), 2)).all()
+    assert costs.verify_s([8], 1)[0] == pytest.approx(9.0, rel=0.1)
+    assert costs.draft_s(2) == pytest.approx(0.7)
+
+
 def test_a_first_round_that_compiles_is_forgotten() -> None:
     costs = StepCosts()
     costs.observe_verify(4, 1, 900.0)

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from drafters.acceptance_head import AcceptanceHead, acceptance_labels, confident_argmax
+from drafters.block_loss import served_matches
 from drafters.fill import draft_head
 from drafters.length_head import LengthHead
 from drafters.objectives import LossSpec
 from drafters.packing import PackedBatch, pack_documents
 from drafters.target import Target
+from drafters.training_vocabulary import TrainingVocabulary
 from lightning_modules.length_head import LengthHeadModule
 from lightning_modules.opd import OPDModule
 from lightning_modules.optim import OptimSpec
@@ -50,9 +52,11 @@ def test_blocks_carry_labels_and_confidence_of_the_drafts(confidence: bool) -> N
     target = make_target()
     module, batch = fitted(target, True, confidence), every_anchor(target)
     blocks = module.blocks(batch)
-    features, accepted_N, complete_N = fitted(target, False).labels(batch)
-    assert torch.equal(blocks.accepted_N, accepted_N) and torch.equal(blocks.complete_N, complete_N)
-    assert torch.equal(module.length_features(blocks.filled), features)
+    alone = fitted(target, False)
+    without = alone.blocks(batch)
+    assert torch.equal(blocks.accepted_N, without.accepted_N)
+    assert torch.equal(blocks.complete_N, without.complete_N)
+    assert torch.equal(module.length_features(blocks.filled), alone.length_features(without.filled))
     if not confidence:
         assert blocks.confidence_ND is None
         return
@@ -122,6 +126,47 @@ def test_online_and_offline_fits_have_one_loss() -> None:
         - fitted(target, False).training_step(batch, 0).item()
     )
     assert online == pytest.approx(offline, rel=1e-3)
+
+
+@pytest.mark.parametrize("part", [True, False])
+def test_online_labels_take_one_pass_over_the_slots_inside_the_text(
+    part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, documents = make_target(), make_documents(3)
+    vocabulary = TrainingVocabulary.of(documents, target.config.vocab_size, 40) if part else None
+    module = OPDModule(
+        make_drafter(target),
+        target,
+        LossSpec("opd"),
+        FAST,
+        make_head(target),
+        acceptance_head=acceptance_head(target),
+        vocabulary=vocabulary,
+    )
+    batch = pack_documents(documents, anchors_per_document=0, anchor_source="all")
+    with torch.no_grad():
+        loss, targets, filled = module.block_step(batch)
+    passes = []
+
+    def counted(hidden_RH: torch.Tensor, head_VH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        passes.append(len(hidden_RH))
+        return confident_argmax(hidden_RH, head_VH)
+
+    def again(*_: Any) -> torch.Tensor:
+        raise AssertionError("the drafts are known")
+
+    monkeypatch.setattr("lightning_modules.opd.confident_argmax", counted)
+    monkeypatch.setattr("lightning_modules.opd.served_matches", again)
+    match_NB, confidence_ND = module._labels(loss, targets, filled)
+    assert passes == [int(targets.valid_NB.sum())] and passes[0] < batch.num_blocks * (BLOCK_SIZE - 1)
+    assert torch.equal(match_NB, served_matches(filled.hidden_NBH, target.head_VH, targets))
+    logits = filled.hidden_NBH[:, 1:].double() @ target.head_VH.double().T
+    best = logits.log_softmax(dim=-1).amax(dim=-1)
+    inside = targets.valid_NB[:, 1:]
+    assert confidence_ND is not None
+    torch.testing.assert_close(confidence_ND[inside].double(), best[inside], atol=1e-5, rtol=1e-5)
+    module.training_step(batch, 0)
+    assert len(passes) == 2
 
 
 @pytest.mark.parametrize("confidence", [True, False])

@@ -157,7 +157,12 @@ def test_labels_are_those_of_whole_blocks(features: Any, trained: Any) -> None:
     documents = [*documents, two_turns]
     batch = pack_documents(documents, anchors_per_document=0, anchor_source="all")
     module = LengthHeadModule(make_head(target, features=features), drafter, target, FAST)
-    inputs, accepted_N, complete_N = module.labels(batch)
+    blocks = module.blocks(batch)
+    inputs, accepted_N, complete_N = (
+        module.length_features(blocks.filled),
+        blocks.accepted_N,
+        blocks.complete_N,
+    )
     expected = brute_force_labels(module, documents, batch)
     assert list(zip(accepted_N.tolist(), complete_N.tolist(), strict=True)) == expected
     assert {accepted for accepted, complete in expected if complete} == set(range(BLOCK_SIZE))
@@ -172,8 +177,7 @@ def test_the_loss_is_the_error_over_complete_blocks(trained: Any) -> None:
     target, drafter, documents = trained
     batch = pack_documents(documents, anchors_per_document=0, anchor_source="all")
     module = LengthHeadModule(make_head(target), drafter, target, FAST)
-    features, _, _ = module.labels(batch)
-    predicted = module.length_head(features)
+    predicted = module.length_head(module.length_features(module.blocks(batch).filled))
     errors = [
         (float(p) - (1 + accepted) / BLOCK_SIZE) ** 2
         for p, (accepted, complete) in zip(
@@ -193,13 +197,14 @@ def test_fitting_the_head_leaves_the_drafter_alone(tmp_path: Path, trained: Any)
     before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
     module = LengthHeadModule(make_head(target), drafter.train(), target, FAST)
     assert not drafter.training
-    features, accepted_N, complete_N = module.labels(
-        pack_documents(documents, anchors_per_document=0, anchor_source="all")
-    )
+    blocks = module.blocks(pack_documents(documents, anchors_per_document=0, anchor_source="all"))
+    features = module.length_features(blocks.filled)
 
     def error() -> float:
         with torch.no_grad():
-            return float(length_loss(module.length_head(features), accepted_N, complete_N, BLOCK_SIZE))
+            return float(
+                length_loss(module.length_head(features), blocks.accepted_N, blocks.complete_N, BLOCK_SIZE)
+            )
 
     first = error()
     train(tmp_path, module, documents, steps=40)

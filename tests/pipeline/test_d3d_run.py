@@ -178,6 +178,7 @@ def test_a_finished_run_is_not_run_again(finished: Path, capfd: pytest.CaptureFi
         (["lookahead.fan_out=0"], "lookahead.fan_out"),
         (["lookahead.fan_out=100000"], "lookahead.fan_out: 100000 is outside 1.."),
         (["drafter.family=dflash"], "lookahead.mode 'auto' needs drafter.family d3d"),
+        (["policy.name=throughput"], "lookahead.mode 'auto' does not go with policy.name 'throughput'"),
         (["prune.layers=0"], "prune.layers"),
         (["prune.layers=99"], "prune.layers: 99 is not below"),
         (["drafter.block_size=100000"], "drafter.block_size"),

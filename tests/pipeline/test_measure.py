@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from drafters.checkpoint import load_drafter
 from drafters.errors import UserError
 from drafters.packing import Document
 from drafters.replay import ReplayResult
@@ -18,6 +20,7 @@ from pipeline.lossless import LosslessReport, check_lossless
 from pipeline.measure import acceptance_summary
 from pipeline.models import TargetBundle, load_target
 from pipeline.stages.evaluate import spread
+from pipeline.stages.length_head import fit_length_head
 from pipeline.stages.tune_policy import tune_policy
 from serving_bridge.local_engine import LocalEngine
 from serving_bridge.server import SwapError
@@ -151,6 +154,25 @@ def test_spread_takes_documents_from_everywhere() -> None:
     assert [d.document_id for d in spread(documents, 4)] == ["0", "2", "5", "7"]
     assert spread(documents, 10) == spread(documents, 99) == documents
     assert spread(documents, 0) == []
+
+
+def test_an_acceptance_head_is_not_calibrated_on_what_it_was_fitted_to(
+    config: Config, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(config.output, tmp_path / "out")
+    alone = config.model_copy(
+        update={
+            "output": tmp_path / "out",
+            "data": config.data.model_copy(update={"val_fraction": 0.0}),
+            "length_head": config.length_head.model_copy(update={"steps": 2}),
+        }
+    )
+    fitted = fit_length_head(alone, drafter=config.output / "distill" / "drafter")
+    head = load_drafter(fitted).acceptance_head
+    assert head is not None and head.calibration.tolist() == [1.0, 0.0]
+    metrics = json.loads((fitted.parent / "result.json").read_text())["metrics"]
+    assert metrics["blocks"] > 0 and "acceptance" not in metrics
+    assert "not calibrated, for want of validation documents" in " ".join(capfd.readouterr().out.split())
 
 
 def test_policies_are_tuned_by_load(config: Config) -> None:

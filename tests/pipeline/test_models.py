@@ -209,9 +209,35 @@ def test_policies_that_need_an_acceptance_head(output: Path, tmp_path: Path) -> 
     assert isinstance(survival, SurvivalPolicy) and survival.name == "survival"
     assert (survival.threshold_at(Load(7)), survival.threshold_at(Load(8))) == (0.2, 0.6)
     factory = policy_factory(PolicyConfig(name="throughput", probe_every=9))
-    first, second = factory(with_head), factory(with_head)
-    assert isinstance(first, ThroughputPolicy) and isinstance(second, ThroughputPolicy)
+    first = factory(with_head)
+    assert isinstance(first, ThroughputPolicy)
     assert first.name == "throughput" and first.probe_every == 9
-    assert first is not second and first.costs is second.costs
+    first.costs.observe_verify(4, 1, 2.0)
+    first.costs.observe_draft(1, 0.5)
+    second = factory(with_head)
+    assert isinstance(second, ThroughputPolicy) and second.costs is not first.costs
+    assert second.costs.verify_s([4], 1).tolist() == [2.0], "the target is the same"
+    assert second.costs.draft_s(1) == 0.0, "the drafter is another"
     other = make_policy(PolicyConfig(name="throughput"), with_head)
-    assert isinstance(other, ThroughputPolicy) and other.costs is not first.costs
+    assert isinstance(other, ThroughputPolicy) and other.costs.observed == 0
+
+
+@pytest.mark.parametrize("name", ["survival", "throughput"])
+def test_a_swap_to_a_drafter_without_the_head_verifies_whole_blocks(
+    name: Any, output: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or a rollback to a champion from before the head would leave the challenger serving."""
+    config = config_for(output)
+    bundle = load_target(config)
+    drafter = new_drafter(config, bundle)
+    identity = bundle.target.identity
+    save_drafter(tmp_path / "plain", drafter, identity=identity, drafter_version="v1")
+    head = AcceptanceHead(bundle.target.config.hidden_size, drafter.block_size, 8)
+    save_drafter(tmp_path / "head", drafter, identity=identity, drafter_version="v2", acceptance_head=head)
+    factory = policy_factory(PolicyConfig(name=name))
+    with pytest.raises(UserError, match="v1 has none"):
+        factory(load_drafter(tmp_path / "plain"))
+    assert factory(load_drafter(tmp_path / "head")).name == name
+    assert factory(load_drafter(tmp_path / "plain")) == FixedPolicy()
+    assert f"policy {name}: drafter v1 has no acceptance head" in caplog.text
+    assert factory(load_drafter(tmp_path / "head")).name == name

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +17,14 @@ from drafters.checkpoint import LoadedDrafter, load_drafter
 from drafters.decoding import DecodingSession, ServingDrafter
 from drafters.errors import UserError
 from drafters.length_head import LengthHead
+from drafters.packing import Document
 from drafters.policies import AdaFlashPolicy, FixedPolicy, LengthPolicy
 from drafters.replay import replay, total_acceptance_length
 from drafters.step_cost import StepCosts
 from drafters.survival_policy import SurvivalPolicy
 from drafters.verify import SamplingParams
 from pipeline.block_traces import BlockTrace, trace_documents
+from pipeline.measure_costs import measure_costs
 from pipeline.policy_walk import Candidate, RoundCosts, candidates, walk
 from pipeline.stages.tune_policy import read_costs, served_documents
 from serving_bridge.spool import SpoolWriter
@@ -155,6 +160,27 @@ def test_texts_come_from_greedy_records_of_this_target_only(tmp_path: Path) -> N
     assert [d.document_id for d in found] == [good.request_id, "last"]
     assert found[0].prompt_and_output() == (good.prompt_ids, good.output_ids)
     assert sorted(p.name for p in tmp_path.rglob("*")) == before, "no reader is left registered"
+
+
+def test_costs_are_measured_as_far_as_prompts_leave_room(
+    scene: Scene, loaded: LoadedDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = max(len(prompt) for prompt in scene.prompts) + 20
+    monkeypatch.setattr(scene.target.config, "max_position_embeddings", limit)
+    bundle: Any = SimpleNamespace(target=scene.target)
+    full = Document([1] * limit + [2, 2], [False] * limit + [True] * 2, "full")
+
+    def measured(documents: Sequence[Document], max_new_tokens: int) -> StepCosts:
+        return measure_costs(
+            bundle, loaded.drafter, documents, (1, 2), rounds=8, max_new_tokens=max_new_tokens
+        )
+
+    costs = measured([*scene.documents, full], 1000)
+    assert costs.observed == 16 and costs.known
+    with pytest.raises(UserError, match=f"no prompt leaves room .* context of {limit}"):
+        measured([full], 1000)
+    with pytest.raises(UserError, match="answers of 1 tokens are too short to measure"):
+        measured(scene.documents, 1)
 
 
 def test_costs_are_read_back_or_refused(tmp_path: Path) -> None:

@@ -1,19 +1,22 @@
-"""The embedded engine under policies that learn: lossless across swaps, records that say what was drafted, estimates."""
+"""The embedded engine under policies that learn: lossless across swaps, records that say what was drafted."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from drafters.acceptance_head import AcceptanceHead
 from drafters.checkpoint import LoadedDrafter, load_drafter, save_drafter
+from drafters.errors import UserError
+from drafters.lookahead import Lookahead
 from drafters.policies import FixedPolicy, LengthPolicy, Load, RoundTiming
-from drafters.step_cost import StepCosts
 from drafters.throughput_policy import ThroughputPolicy
+from pipeline.config import PolicyConfig
+from pipeline.policies import policy_factory
 from serving_bridge.local_engine import Completion, LocalEngine, Request
 from serving_bridge.records import VerificationRecord, committed_tokens, decode, encode
 from tests.serving_bridge.tiny_serving import BLOCK_SIZE, NEW_TOKENS, PATIENCE, Scene, make_scene
@@ -96,11 +99,10 @@ def test_records_hold_the_rounds_that_drafted(scene: Scene, start: Start, log: L
 
 
 def test_what_rounds_cost_outlives_a_swap(scene: Scene, start: Start, tmp_path: Path) -> None:
-    costs, made = StepCosts(), []
+    factory, made = policy_factory(PolicyConfig(name="throughput", probe_every=4)), list[ThroughputPolicy]()
 
     def policy(loaded: LoadedDrafter) -> LengthPolicy:
-        assert loaded.acceptance_head is not None
-        made.append(ThroughputPolicy(loaded.acceptance_head, costs, probe_every=4))
+        made.append(cast(ThroughputPolicy, factory(loaded)))
         return made[-1]
 
     places = []
@@ -119,27 +121,27 @@ def test_what_rounds_cost_outlives_a_swap(scene: Scene, start: Start, tmp_path: 
     engine = LocalEngine(scene.target, places[0], policy=policy, eos_ids=[], max_running=3)
     try:
         for place in (*places[::-1], places[1]):
+            costs = made[-1].costs
             before = costs.observed
             assert [c.output_ids for c in complete(engine, scene)] == scene.outputs
-            assert costs.observed > before
+            assert costs.observed > before and costs.draft_s(1) > 0
             engine.swap(place)
+            assert made[-1].costs.observed == costs.observed, "the target is the same"
+            assert made[-1].costs.draft_s(1) == 0, "the drafter is another"
     finally:
         engine.stop(PATIENCE)
-    assert len(made) == 4 and all(m.costs is costs for m in made)
+    assert len(made) == 4
 
 
-def test_tokens_per_round_follow_what_is_served(scene: Scene, start: Start) -> None:
-    engine = start(lambda loaded: FixedPolicy(1))
-    assert math.isnan(engine.tokens_per_round.estimate)
-    complete(engine, scene)
-    assert engine.tokens_per_round.estimate == 1.0
-    whole = start(lambda loaded: FixedPolicy())
-    completions = complete(whole, scene)
-    rounds = [len(c.record.rounds) for c in completions]
-    tau = sum(committed_tokens(c.record) for c in completions) / sum(rounds)
-    assert tau > 1.2
-    assert 1.0 < whole.tokens_per_round.estimate <= BLOCK_SIZE
-    assert whole.tokens_per_round.rounds_for(100) == pytest.approx(100 / whole.tokens_per_round.estimate)
+def test_a_policy_that_learns_costs_does_not_go_with_drafting_ahead(scene: Scene) -> None:
+    with Lookahead(None) as lookahead, pytest.raises(UserError, match="policy fixed learns what rounds cost"):
+        LocalEngine(
+            scene.target,
+            scene.first,
+            policy=lambda loaded: EverySecondRound(),
+            eos_ids=[],
+            lookahead=lookahead,
+        )
 
 
 def test_an_engine_that_never_drafts_decodes_plainly(scene: Scene, start: Start, log: Log) -> None:

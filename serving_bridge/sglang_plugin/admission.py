@@ -1,4 +1,4 @@
-"""What an engine admits requests by: how many ran, and how fast they go on, as moving averages (AdaFlash §3.3)."""
+"""How many requests to run at once, estimated from how many ran (AdaFlash §3.3)."""
 
 from __future__ import annotations
 
@@ -38,28 +38,3 @@ class AdmissionEstimate:
             return engine_limit
         # one at least while nothing runs, or a low estimate would stop serving
         return max(0, min(engine_limit, max(1, math.ceil(self.estimate) + 1) - running))
-
-
-class TokensPerRound:
-    """Expected committed tokens of one request in one round: T̂ ← (1-β)·T̂ + β·T, T being the mean over a round's requests.
-
-    Of policies that vary lengths, or do without drafting for a while, it says how long a request will stay. nan before the first
-    round, whose mean it then begins with.
-    """
-
-    def __init__(self, beta: float = 0.05) -> None:
-        if not 0 < beta < 1:
-            raise ValueError(f"beta {beta} is outside (0, 1)")
-        self.beta = beta
-        self.estimate = float("nan")
-
-    def observe(self, committed: int, requests: int) -> None:
-        """A round committed so many tokens over so many requests, at least one."""
-        mean = committed / requests
-        if math.isnan(self.estimate):
-            self.estimate = mean
-        self.estimate += self.beta * (mean - self.estimate)
-
-    def rounds_for(self, tokens: int) -> float:
-        """Rounds that a request of so many tokens is expected to take; nan before the first round."""
-        return tokens / self.estimate

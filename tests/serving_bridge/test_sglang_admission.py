@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.admission import AdmissionEstimate, TokensPerRound
+from serving_bridge.sglang_plugin.admission import AdmissionEstimate
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, -0.5, 2.0])
@@ -90,18 +88,3 @@ def test_serving_never_stops_and_the_engine_is_never_exceeded(
     assert 0 <= allowed <= engine_limit
     if running == 0 and engine_limit:
         assert allowed >= 1
-
-
-def test_tokens_per_round_is_a_moving_average_over_requests() -> None:
-    tokens = TokensPerRound(0.25)
-    assert math.isnan(tokens.estimate) and math.isnan(tokens.rounds_for(10))
-    tokens.observe(9, 3)
-    assert tokens.estimate == 3.0
-    tokens.observe(2, 2)
-    assert tokens.estimate == 3.0 + 0.25 * (1.0 - 3.0)
-    assert tokens.rounds_for(50) == 20.0
-    for _ in range(60):
-        tokens.observe(4, 1)
-    assert tokens.estimate == pytest.approx(4.0)
-    with pytest.raises(ValueError, match="beta"):
-        TokensPerRound(0.0)
