@@ -88,28 +88,34 @@ def survival_weights(log_a_NB: torch.Tensor, valid_NB: torch.Tensor, floor: floa
     return survive.flip(1).cumsum(dim=1).flip(1) * valid_NB
 
 
-def reverse_kl_slope(
-    q_RV: torch.Tensor, log_ratio_RV: torch.Tensor, p_RV: torch.Tensor, clip: ClipMode, limit: float
+def clip_reverse_kl(
+    terms_RV: torch.Tensor, q_RV: torch.Tensor, clip: ClipMode, limit: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clipped KL(q‖p) per slot [R], and f'(q_y) up to a constant per slot [R, V].
+    """Clipped KL(q‖p) per slot [R], and the constant c [R] that makes `terms_RV` - c·q its gradient.
 
-    A constant added to f' vanishes in the softmax's Jacobian, so it is left out where nothing is clipped.
-    `log_ratio_RV` = log q - log p is overwritten. `limit` is δ, or δ·Z for `position_normalised`.
+    `terms_RV` = q log(q/p) becomes q·f'(q), up to a multiple of q per slot, which c takes away again. Only terms above the limit
+    can be clipped, and they are few, because q sums to 1: they are picked out, and the rest is the plain KL.
+
+    `limit` is δ, or δ·Z for `position_normalised`.
     """
-    term_RV = q_RV * log_ratio_RV
-    if clip == "entry":
-        clipped_RV = term_RV >= limit
-        loss_R = term_RV.clamp_max_(limit).sum(dim=-1)
-        return loss_R, log_ratio_RV.add_(1).masked_fill_(clipped_RV, 0.0)
-    if clip == "bounded":
-        gap_RV = term_RV.sub_(q_RV).add_(p_RV).clamp_min_(0)
-        clipped_RV = (gap_RV > limit) & (log_ratio_RV > 0)
-        loss_R = gap_RV.masked_fill_(clipped_RV, limit).sum(dim=-1)
-        return loss_R, log_ratio_RV.masked_fill_(clipped_RV, 0.0)
-    loss_R = term_RV.sum(dim=-1)
+    # a sum of b over the vocabulary is the KL itself: the sums of p and q are both 1
+    kl_R = terms_RV.sum(dim=-1)
     if clip == "none":
-        return loss_R, log_ratio_RV
-    return loss_R.clamp_max(limit), log_ratio_RV.mul_((loss_R < limit)[:, None])
+        return kl_R, kl_R
+    if clip in ("position", "position_normalised"):
+        below_R = kl_R < limit
+        terms_RV.mul_(below_R[:, None])
+        return kl_R.clamp_max(limit), kl_R * below_R
+    slots, entries = (terms_RV > limit).nonzero(as_tuple=True)
+    term, q = terms_RV[slots, entries], q_RV[slots, entries]
+    if clip == "entry":
+        terms_RV[slots, entries] = -q
+        return kl_R.index_add(0, slots, limit - term), kl_R.index_add(0, slots, -term - q)
+    gap = term - q + q * torch.exp(-term / q)
+    clipped = gap > limit
+    terms_RV[slots, entries] = term.masked_fill(clipped, 0.0)
+    loss_R = kl_R.index_add(0, slots, (limit - gap) * clipped)
+    return loss_R.clamp_min_(0), kl_R.index_add(0, slots, -term * clipped)
 
 
 def distillation_losses(
@@ -140,8 +146,8 @@ def distillation_losses(
     rows = torch.arange(labels_R.numel(), device=labels_R.device)
     log_label_R = logq_RV[rows, labels_R]
     hard_R = spec.alpha * hard_R.to(logq_RV.dtype)
-    q_RV = logq_RV.exp()
     T = spec.temperature
+    q_RV = logq_RV.exp()
     q_T_RV, logq_T_RV = q_RV, logq_RV
     if T != 1:
         logq_T_RV = (logq_RV / T).log_softmax(dim=-1)
@@ -150,12 +156,15 @@ def distillation_losses(
     # p = 0 gives +inf, q = p = 0 gives nan: keep q·log(q/p) finite
     log_ratio_RV.nan_to_num_(nan=0.0, posinf=1e4, neginf=-1e4)
     limit = spec.delta * (weight_sum if spec.clip == "position_normalised" else 1.0)
-    kl_R, slope_RV = reverse_kl_slope(q_T_RV, log_ratio_RV, teacher_logp_RV.exp_(), spec.clip, limit)
+    grad_RV = log_ratio_RV.mul_(q_T_RV)
+    kl_R, inner_R = clip_reverse_kl(grad_RV, q_T_RV, spec.clip, limit)
     soft = 1 - spec.alpha
     loss_R = soft * T * T * kl_R - log_label_R * hard_R
-    inner_R = torch.linalg.vecdot(q_T_RV, slope_RV)
-    grad_RV = slope_RV.sub_(inner_R[:, None]).mul_(q_T_RV).mul_(soft * T)
-    grad_RV.addcmul_(q_RV, hard_R[:, None].expand_as(q_RV))
+    grad_RV.mul_(soft * T)
+    if T == 1:
+        grad_RV.addcmul_(q_RV, (hard_R - soft * inner_R)[:, None])
+    else:
+        grad_RV.addcmul_(q_T_RV, (-soft * T * inner_R)[:, None]).addcmul_(q_RV, hard_R[:, None])
     grad_RV[rows, labels_R] -= hard_R
     return loss_R, grad_RV, log_label_R
 

@@ -130,7 +130,9 @@ def write_problem(shape: Shape, path: Path) -> None:
     for name, weight in DFlashDrafter(drafter_config(shape)).state_dict().items():
         tensors[f"drafter.{name}"] = weight.contiguous()
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path)
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial)
+    partial.replace(path)
 
 
 def read_problem(shape: Shape, path: Path, dtype: torch.dtype) -> Problem:
