@@ -118,9 +118,16 @@ def clip_reverse_kl(
     return loss_R.clamp_min_(0), kl_R.index_add(0, slots, -term * clipped)
 
 
+def softmax_and_normaliser(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax [R, V] and log Σ exp [R] of fp32 or fp64 logits, the latter through the top token, which cannot underflow."""
+    q_RV = logits_RV.softmax(dim=-1)
+    return q_RV, logits_RV.amax(dim=-1) - q_RV.amax(dim=-1).log()
+
+
 def distillation_losses(
     logits_RV: torch.Tensor,
-    teacher_logp_RV: torch.Tensor,
+    teacher_RV: torch.Tensor,
+    teacher_normaliser_R: torch.Tensor,
     labels_R: torch.Tensor,
     hard_R: torch.Tensor,
     spec: LossSpec,
@@ -131,8 +138,9 @@ def distillation_losses(
     Buffers of size [R, V] are reused where possible: this is the hot loop of distillation.
 
     Args:
-        logits_RV: drafter logits, fp32 or fp64.
-        teacher_logp_RV: the target's log-probabilities on the served prefix at the spec's temperature; overwritten.
+        logits_RV: drafter logits, fp32 or fp64; overwritten.
+        teacher_RV: the target's logits on the served prefix, before the temperature, likewise; overwritten.
+        teacher_normaliser_R: their log Σ exp(logit / temperature).
         labels_R: the target's greedy token.
         hard_R: bool, False drops the hard label of a slot (sampled text, past the first token that differs from the
             target's argmax).
@@ -142,23 +150,21 @@ def distillation_losses(
     Returns:
         loss [R], gradient [R, V], log q(label) [R] (for `survival` weights).
     """
-    logq_RV = logits_RV.log_softmax(dim=-1)
+    T, soft = spec.temperature, 1 - spec.alpha
     rows = torch.arange(labels_R.numel(), device=labels_R.device)
-    log_label_R = logq_RV[rows, labels_R]
-    hard_R = spec.alpha * hard_R.to(logq_RV.dtype)
-    T = spec.temperature
-    q_RV = logq_RV.exp()
-    q_T_RV, logq_T_RV = q_RV, logq_RV
+    q_RV, normaliser_R = softmax_and_normaliser(logits_RV)
+    log_label_R = logits_RV[rows, labels_R] - normaliser_R
+    hard_R = spec.alpha * hard_R.to(q_RV.dtype)
+    q_T_RV = q_RV
     if T != 1:
-        logq_T_RV = (logq_RV / T).log_softmax(dim=-1)
-        q_T_RV = logq_T_RV.exp()
-    log_ratio_RV = logq_T_RV.sub_(teacher_logp_RV)
+        teacher_RV.div_(T)
+        q_T_RV, normaliser_R = softmax_and_normaliser(logits_RV.div_(T))
+    ratio_RV = logits_RV.sub_(teacher_RV).add_((teacher_normaliser_R - normaliser_R)[:, None])
     # p = 0 gives +inf, q = p = 0 gives nan: keep q·log(q/p) finite
-    log_ratio_RV.nan_to_num_(nan=0.0, posinf=1e4, neginf=-1e4)
+    ratio_RV.nan_to_num_(nan=0.0, posinf=1e4, neginf=-1e4)
+    grad_RV = ratio_RV.mul_(q_T_RV)
     limit = spec.delta * (weight_sum if spec.clip == "position_normalised" else 1.0)
-    grad_RV = log_ratio_RV.mul_(q_T_RV)
     kl_R, inner_R = clip_reverse_kl(grad_RV, q_T_RV, spec.clip, limit)
-    soft = 1 - spec.alpha
     loss_R = soft * T * T * kl_R - log_label_R * hard_R
     grad_RV.mul_(soft * T)
     if T == 1:

@@ -105,7 +105,7 @@ def teacher_moments(hidden_TH: torch.Tensor, head_VH: torch.Tensor, *, soft: boo
 def label_losses(
     hidden_RH: torch.Tensor,
     logits_RV: torch.Tensor,
-    top_R: torch.Tensor,
+    peak_R: torch.Tensor,
     head_VH: torch.Tensor,
     labels_R: torch.Tensor,
     hard_R: torch.Tensor,
@@ -116,7 +116,7 @@ def label_losses(
     Args:
         hidden_RH: drafter hidden states in the head's dtype.
         logits_RV: their logits; overwritten by q - onehot(label), the gradient where a hard label was not dropped.
-        top_R: the likeliest token of each, int64.
+        peak_R: the largest of each row.
         head_VH: the head.
         labels_R: the hard labels; with soft ones, their most likely tokens.
         hard_R: bool, False drops a hard label.
@@ -127,16 +127,16 @@ def label_losses(
     """
     accumulate = torch.float64 if head_VH.dtype == torch.float64 else torch.float32
     rows = torch.arange(labels_R.numel(), device=labels_R.device)
-    top_logit_R, label_logit_R = logits_RV[rows, top_R], logits_RV[rows, labels_R]
-    log_top_R = torch.empty_like(top_logit_R, dtype=accumulate)
+    label_logit_R = logits_RV[rows, labels_R]
+    log_top_R = torch.empty_like(peak_R, dtype=accumulate)
     for some in row_slices(logits_RV):
-        q_SV = logits_RV[some].softmax(dim=-1, dtype=accumulate)
-        within_S = rows[: q_SV.shape[0]]
-        log_top_R[some] = q_SV[within_S, top_R[some]].log()
-        q_SV[within_S, labels_R[some]] -= 1
+        # cast first: softmax's own cast is several times slower on CPUs
+        q_SV = logits_RV[some].to(accumulate).softmax(dim=-1)
+        log_top_R[some] = q_SV.amax(dim=-1).log()
+        q_SV[rows[: q_SV.shape[0]], labels_R[some]] -= 1
         logits_RV[some] = q_SV
     # through the top token, whose probability cannot underflow
-    log_label_R = label_logit_R.to(accumulate) - top_logit_R.to(accumulate) + log_top_R
+    log_label_R = label_logit_R.to(accumulate) - peak_R.to(accumulate) + log_top_R
     grad_RH = (logits_RV @ head_VH).to(accumulate)
     if soft_R is None:
         hard = hard_R.to(accumulate)

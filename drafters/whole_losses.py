@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from drafters.objectives import LossSpec, distillation_losses, forward_kl_losses
+from drafters.objectives import (
+    LossSpec,
+    distillation_losses,
+    forward_kl_losses,
+    softmax_and_normaliser,
+)
 
 SLICE_BYTES = 4 * 2**20
 """One fp32 [S, V] buffer on a CPU. On other devices kernels cost more to start than memory to read: there a slice is all rows."""
@@ -44,15 +49,11 @@ class TeacherLogits:
         greedy, normalisers = [], []
         for rows in row_slices(logits_PV):
             greedy.append(logits_PV[rows].max(dim=-1).indices)
-            normalisers.append((logits_PV[rows].to(accumulate) / temperature).logsumexp(dim=-1))
+            logits_SV = logits_PV[rows].to(accumulate)
+            normalisers.append(
+                softmax_and_normaliser(logits_SV / temperature if temperature != 1 else logits_SV)[1]
+            )
         return cls(logits_PV, torch.cat(normalisers), torch.cat(greedy), temperature)
-
-    def log_probabilities(self, positions_S: torch.Tensor) -> torch.Tensor:
-        """log p at these positions, [S, V]."""
-        logits_SV = self.logits_PV[positions_S].to(self.normaliser_P.dtype)
-        if self.temperature != 1:
-            logits_SV.div_(self.temperature)
-        return logits_SV.sub_(self.normaliser_P[positions_S, None])
 
 
 def whole_losses(
@@ -75,14 +76,17 @@ def whole_losses(
     """
     losses, logs = [], []
     for rows in row_slices(logits_RV):
-        logp_SV = teacher.log_probabilities(positions_R[rows])
-        logits_SV = logits_RV[rows].to(logp_SV.dtype)
-        labels_S = teacher.greedy_P[positions_R[rows]]
+        positions_S = positions_R[rows]
+        normaliser_S, labels_S = teacher.normaliser_P[positions_S], teacher.greedy_P[positions_S]
+        # a gather is a copy, and a cast of half precision another: both may be overwritten
+        teacher_SV = teacher.logits_PV[positions_S].to(normaliser_S.dtype)
+        logits_SV = logits_RV[rows].to(normaliser_S.dtype)
         if spec.objective == "osd":
+            logp_SV = teacher_SV.sub_(normaliser_S[:, None])
             loss_S, grad_SV, log_label_S = forward_kl_losses(logits_SV, logp_SV, labels_S)
         else:
             loss_S, grad_SV, log_label_S = distillation_losses(
-                logits_SV, logp_SV, labels_S, hard_R[rows], spec, weight_sum
+                logits_SV, teacher_SV, normaliser_S, labels_S, hard_R[rows], spec, weight_sum
             )
         logits_RV[rows] = grad_SV
         losses.append(loss_S)

@@ -34,8 +34,10 @@ def losses(
     weight_sum: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`distillation_losses` from the teacher's logits; it may overwrite what it is given, so it gets copies."""
-    logp = (teacher_logits / spec.temperature).log_softmax(dim=-1)
-    loss, gradient, log_label = distillation_losses(logits.clone(), logp, labels, hard, spec, weight_sum)
+    normaliser = (teacher_logits / spec.temperature).logsumexp(dim=-1)
+    loss, gradient, log_label = distillation_losses(
+        logits.clone(), teacher_logits.clone(), normaliser, labels, hard, spec, weight_sum
+    )
     expected = logits.log_softmax(dim=-1).gather(-1, labels[:, None])[:, 0]
     torch.testing.assert_close(log_label, expected)
     return loss, gradient
