@@ -54,9 +54,9 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", help="such as peers:smollm2-float32-kept; default: all")
     parser.add_argument("--again", action="store_true", help="measure cases that are there already")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--sessions", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3, help="of each session")
-    parser.add_argument("--steps", type=int, default=2, help="of each round")
+    parser.add_argument("--sessions", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4, help="of each session")
+    parser.add_argument("--steps", type=int, default=1, help="of each round")
     options = parser.parse_args()
     try:
         theirs = peers_python(options.peers.absolute())
@@ -93,7 +93,7 @@ def measure(kind: str, case: Case, theirs: Path, options: argparse.Namespace) ->
     peers = [(side, theirs) for side in PEER_SIDES]
     ce = ("ours-ce", main_python())
     if kind == "series":
-        chosen = [ce, ("ours-opd", main_python()), *(peer for peer in peers if "eager" not in peer[0])]
+        chosen = [ce, ("ours-opd", main_python()), *peers]
         return {**started, "series": peak_series(chosen, case.shape, case.dtype, problem, options.threads)}
     sides = [ce, *peers] if kind == "peers" else [(side, main_python()) for side in OUR_SIDES]
     anchors_N = read_problem(shape, problem, dtype).anchors_N

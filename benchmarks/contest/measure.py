@@ -64,10 +64,14 @@ class Worker:
             text=True,
             env={**environment, **(KEPT if case.kept else {})},
         )
-        self._answer()
+        self._ready = False
 
     def ask(self, command: str) -> dict[str, Any]:
+        """What the worker answers; the first call waits until it stands ready, so that several can load at once."""
         assert self._process.stdin is not None
+        if not self._ready:
+            self._answer()
+            self._ready = True
         self._process.stdin.write(command + "\n")
         self._process.stdin.flush()
         return self._answer()
@@ -109,6 +113,8 @@ def run_case(
             workers = [
                 stack.enter_context(Worker(side, case, problem, python, threads)) for side, python in sides
             ]
+            for worker in workers:
+                worker.ask("peak")
             for worker in workers:
                 worker.ask(f"steps {WARM_UP}")
                 memory[worker.side].append(worker.ask("peak")["mib"])

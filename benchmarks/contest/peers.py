@@ -18,7 +18,8 @@ PREFIXES = ("fc.", "hidden_norm.", "norm.", "layers.")
 
 
 def specforge(problem: Problem, attention: str, chunk_blocks: int = 128) -> Side:
-    """`OnlineDFlashModel` of specforge; `chunk_blocks` is its `objective_chunk_blocks`, 128 by default.
+    """`OnlineDFlashModel` of specforge; `chunk_blocks` is its `objective_chunk_blocks`, 128 by default; 0 keeps all logits
+    instead of computing them twice.
 
     Does more than is compared: accuracy over all slots. Computes logits of the anchors' slots too, with weight 0.
     """
