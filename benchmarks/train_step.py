@@ -81,7 +81,7 @@ def main() -> None:
 def measure(kind: str, case: Case, theirs: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One case's figures."""
     shape, dtype = SHAPES[case.shape], getattr(torch, case.dtype)
-    problem = options.out / f"{case.shape}.safetensors"
+    problem = options.out / f"problem-{case.shape}.safetensors"
     if not problem.exists():
         write_problem(shape, problem)
     started = {

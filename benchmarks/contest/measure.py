@@ -137,10 +137,14 @@ def check_agreement(
     """
     found: dict[str, dict[str, float]] = {}
     reference: tuple[float, dict[str, torch.Tensor]] | None = None
-    for side, python in sides:
-        path = scratch / f"gradient-{side}.safetensors"
-        with Worker(side, case, problem, python, threads) as worker:
-            loss = worker.ask(f"check {path}")["loss"]
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(Worker(side, case, problem, python, threads)) for side, python in sides
+        ]
+        paths = {worker.side: scratch / f"gradient-{worker.side}.safetensors" for worker in workers}
+        losses = {worker.side: worker.ask(f"check {paths[worker.side]}")["loss"] for worker in workers}
+    for side, path in paths.items():
+        loss = losses[side]
         gradient = load_file(path)
         path.unlink()
         reference = reference or (loss, gradient)

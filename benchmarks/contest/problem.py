@@ -109,14 +109,14 @@ def write_problem(shape: Shape, path: Path) -> None:
 
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    hidden_TH = torch.randn(shape.length, shape.hidden, generator=generator)
+    head_VH = (torch.randn(shape.vocab, shape.hidden, generator=generator) * 0.05).bfloat16().float()
+    ids_T = torch.randint(0, shape.mask_token_id, (shape.length,), generator=generator)
+    # half noise, half the next token's own direction: the target is sure of it in either number format
+    toward_TH = torch.nn.functional.normalize(head_VH[ids_T.roll(-1)], dim=-1) * shape.hidden**0.5
+    hidden_TH = torch.randn(shape.length, shape.hidden, generator=generator) + toward_TH
     # of unit size, so that speculators' norm before the head changes nothing
     hidden_TH = hidden_TH / hidden_TH.square().mean(dim=-1, keepdim=True).sqrt()
-    head_VH = torch.randn(shape.vocab, shape.hidden, generator=generator) * 0.05
-    # rounded, so that both number formats see the same text and the same argmax
-    hidden_TH, head_VH = hidden_TH.bfloat16().float(), head_VH.bfloat16().float()
-    ids_T = torch.zeros(shape.length, dtype=torch.long)
-    ids_T[1:] = (hidden_TH[:-1] @ head_VH.T).argmax(dim=-1)
+    assert torch.equal((hidden_TH[:-1] @ head_VH.T).argmax(dim=-1), ids_T[1:])
     candidates = shape.length - shape.block - shape.prompt
     tensors = {
         "ids_T": ids_T,
