@@ -88,6 +88,23 @@ def survival_weights(log_a_NB: torch.Tensor, valid_NB: torch.Tensor, floor: floa
     return survive.flip(1).cumsum(dim=1).flip(1) * valid_NB
 
 
+TILE = 128
+"""Entries of a row that `entries_above` looks through together."""
+
+
+def entries_above(values_RV: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns of the values above the limit, in no particular order.
+
+    Made for few of them: maxima of tiles are several times faster to compute than a mask with its indices.
+    """
+    whole = values_RV.shape[1] // TILE * TILE
+    tiles_RUT = values_RV[:, :whole].unflatten(1, (whole // TILE, TILE))
+    rows, tiles = (tiles_RUT.amax(dim=-1) > limit).nonzero(as_tuple=True)
+    found, inside = (tiles_RUT[rows, tiles] > limit).nonzero(as_tuple=True)
+    rest_rows, rest = (values_RV[:, whole:] > limit).nonzero(as_tuple=True)
+    return torch.cat([rows[found], rest_rows]), torch.cat([tiles[found] * TILE + inside, whole + rest])
+
+
 def clip_reverse_kl(
     terms_RV: torch.Tensor, q_RV: torch.Tensor, clip: ClipMode, limit: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +123,7 @@ def clip_reverse_kl(
         below_R = kl_R < limit
         terms_RV.mul_(below_R[:, None])
         return kl_R.clamp_max(limit), kl_R * below_R
-    slots, entries = (terms_RV > limit).nonzero(as_tuple=True)
+    slots, entries = entries_above(terms_RV, limit)
     term, q = terms_RV[slots, entries], q_RV[slots, entries]
     if clip == "entry":
         terms_RV[slots, entries] = -q

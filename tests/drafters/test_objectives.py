@@ -16,6 +16,7 @@ from drafters.objectives import (
     ClipMode,
     LossSpec,
     distillation_losses,
+    entries_above,
     fixed_weights,
     survival_weights,
 )
@@ -94,6 +95,15 @@ def test_single_precision_stays_close_to_double() -> None:
         exact = losses(logits, teacher, labels, hard, spec)
         single = losses(logits.float(), teacher.float(), labels, hard, spec)
         torch.testing.assert_close(single[0].double(), exact[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [5, 128, 300])
+@pytest.mark.parametrize("limit", [-9.0, 1.5, 9.0])
+def test_entries_above_are_those_of_a_mask(vocab: int, limit: float) -> None:
+    values = torch.randn(3, vocab, generator=torch.Generator().manual_seed(0))
+    rows, columns = entries_above(values, limit)
+    expected = (values > limit).nonzero().tolist()
+    assert sorted(zip(rows.tolist(), columns.tolist(), strict=True)) == [tuple(pair) for pair in expected]
 
 
 def test_entry_clipping_is_no_divergence() -> None:
