@@ -74,8 +74,10 @@ class AttentionGroup:
     mask: torch.Tensor | None
 
 
-def attention_groups(batch: PackedBatch, block_size: int) -> list[AttentionGroup]:
-    """The blocks of each document in groups of about `GROUP_ROWS` slots, in order.
+def attention_groups(
+    batch: PackedBatch, block_size: int, group_rows: int = GROUP_ROWS
+) -> list[AttentionGroup]:
+    """The blocks of each document in groups of at most about `group_rows` slots, in order.
 
     A group of A blocks costs A·B·(S + A·B) scores, with S the tokens before its last anchor, since none of its blocks may see
     further.
@@ -86,7 +88,7 @@ def attention_groups(batch: PackedBatch, block_size: int) -> list[AttentionGroup
     first_token = 0
     first_block = 0
     for length, count in zip(batch.document_lengths(), counts, strict=True):
-        groups_here = -(-count * block_size // GROUP_ROWS)
+        groups_here = -(-count * block_size // group_rows)
         for number in range(groups_here):
             blocks = slice(
                 first_block + count * number // groups_here, first_block + count * (number + 1) // groups_here
