@@ -27,13 +27,8 @@ from contest.problem import SHAPES, read_problem, write_problem
 
 from drafters.errors import UserError
 
-PEER_SIDES = (
-    "specforge-sdpa",
-    "specforge-sdpa-8",
-    "specforge-eager",
-    "speculators-sdpa",
-    "speculators-eager",
-)
+# first each peer's default, as far as a CPU can run it; then what an option of SpecForge's changes
+PEER_SIDES = ("specforge-sdpa", "speculators-sdpa", "specforge-sdpa-8", "specforge-sdpa-0")
 OUR_SIDES = ("ours-ce", "ours-opd", "ours-osd", "ours-opd+length", "ours-length", "ours-d3d")
 CONTESTS = (
     Case("smollm2", "float32"),
