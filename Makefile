@@ -34,10 +34,10 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q
 STAMP := $(VENV)/.setup-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo smoke test lint format clean sglang-env test-sglang demo-sglang demo-d3d
+.PHONY: help setup demo smoke test lint format clean sglang-env test-sglang demo-sglang demo-d3d bench-train-step
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) (default, cpu, cu126, ...)"
 
@@ -85,6 +85,9 @@ demo-sglang: setup sglang-env ## Keep a real SGLang server fresh from its own tr
 
 demo-d3d: setup ## Train, prune and decode with a D3D drafter of SmolLM2-135M (CPU)
 	$(BIN)/draftsmith run configs/d3d.yaml
+
+bench-train-step: setup ## Measure a training step against SpecForge's and speculators' (CPU)
+	$(BIN)/python benchmarks/train_step.py --out outputs/bench/train_step
 
 lint: setup ## Check style, types and import arrows
 	$(BIN)/ruff check .

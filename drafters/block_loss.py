@@ -19,18 +19,17 @@ from typing import Any
 import torch
 
 from drafters.blocks import BlockLayout
-from drafters.objectives import (
-    LossSpec,
-    distillation_losses,
-    fixed_weights,
-    forward_kl_losses,
-    survival_weights,
-)
+from drafters.objectives import LossSpec, fixed_weights, survival_weights
 from drafters.packing import PackedBatch
 from drafters.teacher import TeacherMoments, label_losses, teacher_moments
+from drafters.whole_losses import TeacherLogits, whole_losses
 
-CHUNK_BYTES = 32 * 2**20
-"""Default size of one fp32 [R, V] buffer; a chunk holds a handful of them."""
+LOGITS_BYTES = 96 * 2**20
+"""Default size of a chunk's logits [R, V]. Distillation holds the teacher's beside them, and a GPU a few fp32 copies.
+
+Products with a large head need some 150 rows at once to be fast: at a third of this, a vocabulary of 150,000 in fp32 lost a third
+of a CPU's speed.
+"""
 
 
 @dataclass(frozen=True)
@@ -93,13 +92,13 @@ def block_loss(
             as labels, which for greedy text are the target's greedy tokens.
         moments: the teacher's moments at every flat position, for `ce` and `osd`; saves the teacher's share of the head.
         teacher_head_VH: the target's head where the drafter has its own; None: they share one.
-        chunk_rows: slots per chunk; default by `CHUNK_BYTES`.
+        chunk_rows: slots per chunk; default by `LOGITS_BYTES`.
     """
     whole = spec.objective == "opd" or (spec.objective == "osd" and head_VH.requires_grad)
     if spec.needs_teacher and teacher_hidden_TH is None and (moments is None or whole):
         raise ValueError(f"objective {spec.objective} needs the target's hidden states")
     block_size = hidden_NBH.shape[1]
-    rows = chunk_rows or max(block_size, CHUNK_BYTES // (4 * head_VH.shape[0]))
+    rows = chunk_rows or max(block_size, LOGITS_BYTES // (head_VH.element_size() * head_VH.shape[0]))
     # autocast would round the logits to half precision, and cast the whole head again for every chunk
     with torch.autocast(hidden_NBH.device.type, enabled=False):
         value, match_NB, agree = _BlockLossFunction.apply(
@@ -110,9 +109,15 @@ def block_loss(
             teacher_hidden_TH,
             moments,
             head_VH if teacher_head_VH is None else teacher_head_VH,
-            max(1, rows // (block_size - 1)),
+            _even_chunks(hidden_NBH.shape[0], max(1, rows // (block_size - 1))),
         )
     return BlockLoss(value, match_NB, float(agree))
+
+
+def _even_chunks(blocks: int, most: int) -> int:
+    """Blocks per chunk, at most `most`, such that the last chunk is hardly smaller than the others."""
+    chunks = -(-blocks // most)
+    return -(-blocks // chunks) if chunks else most
 
 
 class _BlockLossFunction(torch.autograd.Function):
@@ -138,6 +143,7 @@ class _BlockLossFunction(torch.autograd.Function):
         loss_sum = hidden_NBH.new_zeros((), dtype=accumulate)
         used_weight = hidden_NBH.new_zeros((), dtype=accumulate)
         agreeing = hidden_NBH.new_zeros((), dtype=torch.long)
+        whole = spec.objective == "opd" or (spec.objective == "osd" and grad_VH is not None)
         for start in range(0, valid_NB.shape[0], blocks_per_chunk):
             chunk = slice(start, start + blocks_per_chunk)
             chunk_valid = valid_NB[chunk]
@@ -146,23 +152,21 @@ class _BlockLossFunction(torch.autograd.Function):
                 continue
             rows_RH = hidden_NBH[chunk][block_R, slot_R].to(head_VH.dtype)
             raw_RV = rows_RH @ head_VH.T
-            top_R = raw_RV.max(dim=-1).indices
+            peak_R = raw_RV.amax(dim=-1)
             served_R = targets.served_NB[chunk][block_R, slot_R]
+            match_NB[start + block_R, slot_R] = _first_of_row_maximum(raw_RV, served_R, peak_R)
             position_R = targets.teacher_NB[chunk][block_R, slot_R]
-            labels_R, known_R, logp_RV = served_R, None, None
-            whole = spec.objective == "opd" or (spec.objective == "osd" and grad_VH is not None)
+            labels_R, known_R, teacher = served_R, None, None
             if not whole and moments is not None:
                 known_R = moments.at(position_R)
             elif teacher_hidden_TH is not None:
                 positions_P, inverse_R = position_R.unique(return_inverse=True)
                 teacher_PH = teacher_hidden_TH[positions_P].to(teacher_head_VH.dtype)
                 if whole:
-                    teacher_PV = teacher_PH @ teacher_head_VH.T
-                    labels_R = teacher_PV.max(dim=-1).indices[inverse_R]
-                    if spec.objective == "opd":
-                        teacher_PV = teacher_PV.to(accumulate).div_(spec.temperature)
-                    teacher_PV = teacher_PV.to(accumulate).log_softmax(dim=-1)
-                    logp_RV = teacher_PV[inverse_R]
+                    teacher = TeacherLogits.of(
+                        teacher_PH, teacher_head_VH, spec.temperature if spec.objective == "opd" else 1.0
+                    )
+                    labels_R = teacher.greedy_P[inverse_R]
                 else:
                     known_R = teacher_moments(teacher_PH, teacher_head_VH, soft=spec.needs_teacher).at(
                         inverse_R
@@ -171,19 +175,14 @@ class _BlockLossFunction(torch.autograd.Function):
                 labels_R = known_R.greedy_T
             same_R = labels_R == served_R
             hard_R = _before_first_difference(same_R, block_R, slot_R, chunk_valid)
-            if logp_RV is not None:
-                logits_RV = raw_RV.to(accumulate)
-                if spec.objective == "osd":
-                    loss_R, dlogits_RV, log_label_R = forward_kl_losses(logits_RV, logp_RV, labels_R)
-                else:
-                    loss_R, dlogits_RV, log_label_R = distillation_losses(
-                        logits_RV, logp_RV, labels_R, hard_R, spec, weight_sum
-                    )
-                grad_RH = (dlogits_RV.to(head_VH.dtype) @ head_VH).to(accumulate)
+            # from here on the logits are their own gradient
+            if teacher is not None:
+                loss_R, log_label_R = whole_losses(raw_RV, teacher, inverse_R, hard_R, spec, weight_sum)
+                grad_RH = (raw_RV @ head_VH).to(accumulate)
             else:
                 soft_R = known_R if spec.objective == "osd" else None
-                loss_R, grad_RH, log_label_R, dlogits_RV = label_losses(
-                    rows_RH, raw_RV, top_R, head_VH, labels_R, hard_R, soft_R
+                loss_R, grad_RH, log_label_R = label_losses(
+                    rows_RH, raw_RV, peak_R, head_VH, labels_R, hard_R, soft_R
                 )
             weights_R = base_B[slot_R]
             if spec.weighting == "survival":
@@ -197,8 +196,8 @@ class _BlockLossFunction(torch.autograd.Function):
             grad_NBH[start + block_R, slot_R] = grad_RH * weights_R[:, None]
             if grad_VH is not None:
                 kept_R = weights_R * hard_R if spec.objective == "ce" else weights_R
-                grad_VH += (dlogits_RV * kept_R[:, None]).to(head_VH.dtype).T @ rows_RH
-            match_NB[start + block_R, slot_R] = top_R == served_R
+                # weights on the [R, H] factor, as above
+                grad_VH += raw_RV.T @ (rows_RH * kept_R[:, None]).to(head_VH.dtype)
             agreeing += same_R.sum()
         normaliser = used_weight.clamp_min(torch.finfo(accumulate).tiny)
         ctx.save_for_backward(
@@ -254,6 +253,18 @@ def next_token_loss(
     ).value
 
 
+def _first_of_row_maximum(
+    logits_RV: torch.Tensor, tokens_R: torch.Tensor, peak_R: torch.Tensor
+) -> torch.Tensor:
+    """True where a row's argmax is the given token; of equal logits the first counts, as in decoding.
+
+    An argmax costs ten times a maximum, so it is only asked of rows in which the token has the largest logit.
+    """
+    first_R = logits_RV.gather(1, tokens_R[:, None])[:, 0] == peak_R
+    first_R[first_R.clone()] = logits_RV[first_R].max(dim=-1).indices == tokens_R[first_R]
+    return first_R
+
+
 def _before_first_difference(
     same_R: torch.Tensor, block_R: torch.Tensor, slot_R: torch.Tensor, valid_NB: torch.Tensor
 ) -> torch.Tensor:
@@ -275,7 +286,7 @@ def served_matches(
     """`BlockLoss.match_NB` over the whole head without a loss: where the drafter's argmax is the served token."""
     match_NB = torch.zeros_like(targets.valid_NB)
     block_R, slot_R = targets.valid_NB.nonzero(as_tuple=True)
-    rows = chunk_rows or max(1, CHUNK_BYTES // (4 * head_VH.shape[0]))
+    rows = chunk_rows or max(1, LOGITS_BYTES // (4 * head_VH.shape[0]))
     for start in range(0, block_R.numel(), rows):
         at = (block_R[start : start + rows], slot_R[start : start + rows])
         with torch.autocast(hidden_NBH.device.type, enabled=False):

@@ -56,9 +56,14 @@ def build_blocks(batch: PackedBatch, block_size: int, mask_token_id: int) -> Blo
     )
 
 
+GROUP_ROWS = 128
+"""Block slots that attend together. The context of a group ends at its last anchor and its own keys are its blocks' alone, so
+small groups leave few of the scores to be masked away; smaller ones still do not fill the kernels."""
+
+
 @dataclass(frozen=True)
 class AttentionGroup:
-    """The blocks of one document, which attend to that document's features only.
+    """Neighbouring blocks of one document, which attend to that document's features only.
 
     `blocks` and `context` are slices into the N blocks and the T flat tokens. `mask` is bool
     [A·B, S + A·B], True = visible, or None when every key is visible (decoding one block).
@@ -69,11 +74,13 @@ class AttentionGroup:
     mask: torch.Tensor | None
 
 
-def attention_groups(batch: PackedBatch, block_size: int) -> list[AttentionGroup]:
-    """One group per document that has anchors.
+def attention_groups(
+    batch: PackedBatch, block_size: int, group_rows: int = GROUP_ROWS
+) -> list[AttentionGroup]:
+    """The blocks of each document in groups of at most about `group_rows` slots, in order.
 
-    Grouping keeps the score matrix at Σ_d A_d·B·(S_d + A_d·B) instead of the square of the whole row. The context ends
-    before the document's last anchor, since no block may see further.
+    A group of A blocks costs A·B·(S + A·B) scores, with S the tokens before its last anchor, since none of its blocks may see
+    further.
     """
     groups: list[AttentionGroup] = []
     owners_N = batch.document_ids_T[batch.anchors_N]
@@ -81,8 +88,13 @@ def attention_groups(batch: PackedBatch, block_size: int) -> list[AttentionGroup
     first_token = 0
     first_block = 0
     for length, count in zip(batch.document_lengths(), counts, strict=True):
-        if count:
-            blocks = slice(first_block, first_block + count)
+        groups_here = -(-count * block_size // group_rows)
+        for number in range(groups_here):
+            blocks = slice(
+                first_block + count * number // groups_here, first_block + count * (number + 1) // groups_here
+            )
+            if blocks.start == blocks.stop:  # a single block longer than a group
+                continue
             anchors_A = batch.anchors_N[blocks] - first_token
             context_length = int(anchors_A[-1])
             groups.append(

@@ -92,10 +92,14 @@ class DFlashAttention(nn.Module):
         repeat = self.num_heads // self.num_kv_heads
         q, k, v = (x.transpose(0, 1)[None] for x in (queries, keys, values))
         # autocast casts the projections but not norms and rotations: bring the three to one dtype
-        q, k = q.to(v.dtype), k.to(v.dtype).repeat_interleave(repeat, dim=1)
-        v = v.repeat_interleave(repeat, dim=1)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        # the query heads that share keys become further rows of one head: keys and values need no copies for each
+        rows = queries.shape[0]
+        q = q.reshape(1, self.num_kv_heads, repeat * rows, self.head_dim)
+        if mask is not None and repeat > 1:
+            mask = mask.repeat(repeat, 1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return out[0].transpose(0, 1)
+        return out.reshape(self.num_heads, rows, self.head_dim).transpose(0, 1)
 
 
 class DFlashLayer(nn.Module):

@@ -88,33 +88,63 @@ def survival_weights(log_a_NB: torch.Tensor, valid_NB: torch.Tensor, floor: floa
     return survive.flip(1).cumsum(dim=1).flip(1) * valid_NB
 
 
-def reverse_kl_slope(
-    q_RV: torch.Tensor, log_ratio_RV: torch.Tensor, p_RV: torch.Tensor, clip: ClipMode, limit: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clipped KL(q‖p) per slot [R], and f'(q_y) up to a constant per slot [R, V].
+TILE = 128
+"""Entries of a row that `entries_above` looks through together."""
 
-    A constant added to f' vanishes in the softmax's Jacobian, so it is left out where nothing is clipped.
-    `log_ratio_RV` = log q - log p is overwritten. `limit` is δ, or δ·Z for `position_normalised`.
+
+def entries_above(values_RV: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns of the values above the limit, in no particular order.
+
+    Made for few of them: maxima of tiles are several times faster to compute than a mask with its indices.
     """
-    term_RV = q_RV * log_ratio_RV
-    if clip == "entry":
-        clipped_RV = term_RV >= limit
-        loss_R = term_RV.clamp_max_(limit).sum(dim=-1)
-        return loss_R, log_ratio_RV.add_(1).masked_fill_(clipped_RV, 0.0)
-    if clip == "bounded":
-        gap_RV = term_RV.sub_(q_RV).add_(p_RV).clamp_min_(0)
-        clipped_RV = (gap_RV > limit) & (log_ratio_RV > 0)
-        loss_R = gap_RV.masked_fill_(clipped_RV, limit).sum(dim=-1)
-        return loss_R, log_ratio_RV.masked_fill_(clipped_RV, 0.0)
-    loss_R = term_RV.sum(dim=-1)
+    whole = values_RV.shape[1] // TILE * TILE
+    tiles_RUT = values_RV[:, :whole].unflatten(1, (whole // TILE, TILE))
+    rows, tiles = (tiles_RUT.amax(dim=-1) > limit).nonzero(as_tuple=True)
+    found, inside = (tiles_RUT[rows, tiles] > limit).nonzero(as_tuple=True)
+    rest_rows, rest = (values_RV[:, whole:] > limit).nonzero(as_tuple=True)
+    return torch.cat([rows[found], rest_rows]), torch.cat([tiles[found] * TILE + inside, whole + rest])
+
+
+def clip_reverse_kl(
+    terms_RV: torch.Tensor, q_RV: torch.Tensor, clip: ClipMode, limit: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clipped KL(q‖p) per slot [R], and the constant c [R] that makes `terms_RV` - c·q its gradient.
+
+    `terms_RV` = q log(q/p) becomes q·f'(q), up to a multiple of q per slot, which c takes away again. Only terms above the limit
+    can be clipped, and they are few, because q sums to 1: they are picked out, and the rest is the plain KL.
+
+    `limit` is δ, or δ·Z for `position_normalised`.
+    """
+    # a sum of b over the vocabulary is the KL itself: the sums of p and q are both 1
+    kl_R = terms_RV.sum(dim=-1)
     if clip == "none":
-        return loss_R, log_ratio_RV
-    return loss_R.clamp_max(limit), log_ratio_RV.mul_((loss_R < limit)[:, None])
+        return kl_R, kl_R
+    if clip in ("position", "position_normalised"):
+        below_R = kl_R < limit
+        terms_RV.mul_(below_R[:, None])
+        return kl_R.clamp_max(limit), kl_R * below_R
+    slots, entries = entries_above(terms_RV, limit)
+    term, q = terms_RV[slots, entries], q_RV[slots, entries]
+    if clip == "entry":
+        terms_RV[slots, entries] = -q
+        return kl_R.index_add(0, slots, limit - term), kl_R.index_add(0, slots, -term - q)
+    gap = term - q + q * torch.exp(-term / q)
+    clipped = gap > limit
+    terms_RV[slots, entries] = term.masked_fill(clipped, 0.0)
+    loss_R = kl_R.index_add(0, slots, (limit - gap) * clipped)
+    return loss_R.clamp_min_(0), kl_R.index_add(0, slots, -term * clipped)
+
+
+def softmax_and_normaliser(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax [R, V] and log Σ exp [R] of fp32 or fp64 logits, the latter through the top token, which cannot underflow."""
+    q_RV = logits_RV.softmax(dim=-1)
+    return q_RV, logits_RV.amax(dim=-1) - q_RV.amax(dim=-1).log()
 
 
 def distillation_losses(
     logits_RV: torch.Tensor,
-    teacher_logp_RV: torch.Tensor,
+    teacher_RV: torch.Tensor,
+    teacher_normaliser_R: torch.Tensor,
     labels_R: torch.Tensor,
     hard_R: torch.Tensor,
     spec: LossSpec,
@@ -125,8 +155,9 @@ def distillation_losses(
     Buffers of size [R, V] are reused where possible: this is the hot loop of distillation.
 
     Args:
-        logits_RV: drafter logits, fp32 or fp64.
-        teacher_logp_RV: the target's log-probabilities on the served prefix at the spec's temperature; overwritten.
+        logits_RV: drafter logits, fp32 or fp64; overwritten.
+        teacher_RV: the target's logits on the served prefix, before the temperature, likewise; overwritten.
+        teacher_normaliser_R: their log Σ exp(logit / temperature).
         labels_R: the target's greedy token.
         hard_R: bool, False drops the hard label of a slot (sampled text, past the first token that differs from the
             target's argmax).
@@ -136,26 +167,27 @@ def distillation_losses(
     Returns:
         loss [R], gradient [R, V], log q(label) [R] (for `survival` weights).
     """
-    logq_RV = logits_RV.log_softmax(dim=-1)
+    T, soft = spec.temperature, 1 - spec.alpha
     rows = torch.arange(labels_R.numel(), device=labels_R.device)
-    log_label_R = logq_RV[rows, labels_R]
-    hard_R = spec.alpha * hard_R.to(logq_RV.dtype)
-    q_RV = logq_RV.exp()
-    T = spec.temperature
-    q_T_RV, logq_T_RV = q_RV, logq_RV
+    q_RV, normaliser_R = softmax_and_normaliser(logits_RV)
+    log_label_R = logits_RV[rows, labels_R] - normaliser_R
+    hard_R = spec.alpha * hard_R.to(q_RV.dtype)
+    q_T_RV = q_RV
     if T != 1:
-        logq_T_RV = (logq_RV / T).log_softmax(dim=-1)
-        q_T_RV = logq_T_RV.exp()
-    log_ratio_RV = logq_T_RV.sub_(teacher_logp_RV)
+        teacher_RV.div_(T)
+        q_T_RV, normaliser_R = softmax_and_normaliser(logits_RV.div_(T))
+    ratio_RV = logits_RV.sub_(teacher_RV).add_((teacher_normaliser_R - normaliser_R)[:, None])
     # p = 0 gives +inf, q = p = 0 gives nan: keep q·log(q/p) finite
-    log_ratio_RV.nan_to_num_(nan=0.0, posinf=1e4, neginf=-1e4)
+    ratio_RV.nan_to_num_(nan=0.0, posinf=1e4, neginf=-1e4)
+    grad_RV = ratio_RV.mul_(q_T_RV)
     limit = spec.delta * (weight_sum if spec.clip == "position_normalised" else 1.0)
-    kl_R, slope_RV = reverse_kl_slope(q_T_RV, log_ratio_RV, teacher_logp_RV.exp_(), spec.clip, limit)
-    soft = 1 - spec.alpha
+    kl_R, inner_R = clip_reverse_kl(grad_RV, q_T_RV, spec.clip, limit)
     loss_R = soft * T * T * kl_R - log_label_R * hard_R
-    inner_R = torch.linalg.vecdot(q_T_RV, slope_RV)
-    grad_RV = slope_RV.sub_(inner_R[:, None]).mul_(q_T_RV).mul_(soft * T)
-    grad_RV.addcmul_(q_RV, hard_R[:, None].expand_as(q_RV))
+    grad_RV.mul_(soft * T)
+    if T == 1:
+        grad_RV.addcmul_(q_RV, (hard_R - soft * inner_R)[:, None])
+    else:
+        grad_RV.addcmul_(q_T_RV, (-soft * T * inner_R)[:, None]).addcmul_(q_RV, hard_R[:, None])
     grad_RV[rows, labels_R] -= hard_R
     return loss_R, grad_RV, log_label_R
 

@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 
-from drafters.block_loss import CHUNK_BYTES, BlockLoss, BlockTargets
+from drafters.block_loss import BlockLoss, BlockTargets
 from drafters.errors import UserError
 from drafters.objectives import LossSpec, fixed_weights
+
+CHUNK_BYTES = 32 * 2**20
+"""Default size of one fp32 [R, V] buffer; a chunk holds a handful of them."""
 
 
 def recovery_loss(

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from drafters.whole_losses import row_slices
+
 CHUNK_ROWS = 128
 
 
@@ -103,40 +105,44 @@ def teacher_moments(hidden_TH: torch.Tensor, head_VH: torch.Tensor, *, soft: boo
 def label_losses(
     hidden_RH: torch.Tensor,
     logits_RV: torch.Tensor,
-    top_R: torch.Tensor,
+    peak_R: torch.Tensor,
     head_VH: torch.Tensor,
     labels_R: torch.Tensor,
     hard_R: torch.Tensor,
     soft_R: TeacherMoments | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cross-entropy with hard labels, or KL(p‖q) with soft ones, in fp32 (fp64 for a fp64 head).
 
     Args:
         hidden_RH: drafter hidden states in the head's dtype.
-        logits_RV: their logits.
-        top_R: the likeliest token of each, int64.
+        logits_RV: their logits; overwritten by q - onehot(label), the gradient where a hard label was not dropped.
+        peak_R: the largest of each row.
         head_VH: the head.
         labels_R: the hard labels; with soft ones, their most likely tokens.
         hard_R: bool, False drops a hard label.
         soft_R: moments of the soft labels, which replace the hard ones; None for hard labels.
 
     Returns:
-        loss [R], gradient with respect to the hidden states [R, H], log q(label) [R], and q - onehot(label) [R, V], which is
-        the gradient with respect to the logits where a hard label was not dropped.
+        loss [R], gradient with respect to the hidden states [R, H], log q(label) [R].
     """
     accumulate = torch.float64 if head_VH.dtype == torch.float64 else torch.float32
     rows = torch.arange(labels_R.numel(), device=labels_R.device)
-    q_RV = logits_RV.softmax(dim=-1, dtype=accumulate)
+    label_logit_R = logits_RV[rows, labels_R]
+    log_top_R = torch.empty_like(peak_R, dtype=accumulate)
+    for some in row_slices(logits_RV):
+        # cast first: softmax's own cast is several times slower on CPUs
+        q_SV = logits_RV[some].to(accumulate).softmax(dim=-1)
+        log_top_R[some] = q_SV.amax(dim=-1).log()
+        q_SV[rows[: q_SV.shape[0]], labels_R[some]] -= 1
+        logits_RV[some] = q_SV
     # through the top token, whose probability cannot underflow
-    log_normaliser_R = logits_RV[rows, top_R].to(accumulate) - q_RV[rows, top_R].log()
-    log_label_R = logits_RV[rows, labels_R].to(accumulate) - log_normaliser_R
-    q_RV[rows, labels_R] -= 1
-    grad_RH = (q_RV.to(head_VH.dtype) @ head_VH).to(accumulate)
+    log_label_R = label_logit_R.to(accumulate) - peak_R.to(accumulate) + log_top_R
+    grad_RH = (logits_RV @ head_VH).to(accumulate)
     if soft_R is None:
         hard = hard_R.to(accumulate)
-        return -log_label_R * hard, grad_RH * hard[:, None], log_label_R, q_RV
+        return -log_label_R * hard, grad_RH * hard[:, None], log_label_R
     assert soft_R.excess_TH is not None
     assert soft_R.negentropy_T is not None
     excess_RH = soft_R.excess_TH.to(accumulate)
     loss_R = soft_R.negentropy_T - log_label_R - torch.linalg.vecdot(hidden_RH.to(accumulate), excess_RH)
-    return loss_R, grad_RH - excess_RH, log_label_R, q_RV
+    return loss_R, grad_RH - excess_RH, log_label_R

@@ -16,18 +16,22 @@ def head_bytes(step: Step) -> int:
 
 
 def chunk_rows(step: Step) -> int:
-    """Slots of one chunk: whole blocks whose fp32 logits fit into the loss's buffer, one at the least."""
-    from drafters.block_loss import CHUNK_BYTES
-
+    """Slots of one chunk of blocks: whole blocks whose logits fit into the loss's buffer, one at the least, chunks alike."""
     counted = step.block_size - 1
-    rows = max(step.block_size, CHUNK_BYTES // (FLOAT * step.loss_vocabulary))
-    return min(step.blocks, max(1, rows // counted)) * counted
+    most = max(1, _buffer_rows(step, step.block_size) // counted)
+    return -(-step.blocks // -(-step.blocks // most)) * counted
+
+
+def _buffer_rows(step: Step, block_size: int) -> int:
+    from drafters.block_loss import LOGITS_BYTES
+
+    return max(block_size, LOGITS_BYTES // (head_bytes(step) * step.loss_vocabulary))
 
 
 def chunks(step: Step) -> int:
     """Chunks of slots and, for D3D, of next tokens."""
-    rows = chunk_rows(step)
-    return -(-step.counted_slots // rows) + -(-step.next_tokens // rows)
+    next_tokens = -(-step.next_tokens // _buffer_rows(step, 2))
+    return -(-step.counted_slots // chunk_rows(step)) + next_tokens
 
 
 def loss_bytes(step: Step, models: Models) -> int:
@@ -59,12 +63,12 @@ def _moment_rows() -> int:
 
 
 def _bytes_per_logit(step: Step, head: int) -> int:
-    """Bytes of all [R, V] tensors that are there at once, per entry.
+    """Bytes of all [R, V] tensors that are there at once, per entry; on CPUs the fp32 ones are made for fewer rows at a time.
 
-    Labels alone: logits (h), q (4), its cast. Whole distributions: logits (h), the teacher's by position and by slot, the
-    drafter's in fp32, log q, q, the terms of the divergence (4 each), two masks, the cast. A trained head: the weighted gradient
-    and its cast.
+    Labels alone: logits (h), their fp32 cast, q (4). Whole distributions: logits (h), the teacher's by position (h), both in fp32,
+    and q, for `opd`; for `osd` log q, p, and two terms of the divergence.
     """
-    cast = head if head < FLOAT else 0
-    entry = head + cast + (6 * FLOAT + 2 if _whole_distribution(step) else FLOAT)
-    return entry + (FLOAT + cast if step.family == "d3d" else 0)
+    cast = FLOAT if head < FLOAT else 0
+    if not _whole_distribution(step):
+        return head + cast + FLOAT
+    return 2 * head + cast + FLOAT * (2 if step.objective == "opd" else 5)

@@ -352,3 +352,13 @@ def test_accepted_prefix_and_its_completeness() -> None:
     # the last two blocks are cut by the end of the text before the first mismatch
     assert prefix_complete(match, valid).tolist() == [True, True, True, False, False]
     assert prefix_complete(match[3:] & False, valid[3:]).tolist() == [True, True]
+
+
+def test_of_equal_logits_the_first_is_the_draft() -> None:
+    """As `argmax` has it; half precision makes ties common."""
+    hidden = torch.ones(1, 4, 1)
+    head = torch.tensor([[1.0], [3.0], [3.0], [2.0]])
+    valid = torch.tensor([[False, True, True, True]])
+    served = torch.tensor([[0, 1, 2, 3]])
+    targets = BlockTargets(served, valid, torch.zeros(1, 4, dtype=torch.long))
+    assert block_loss(hidden, head, targets, LossSpec()).match_NB.tolist() == [[False, True, False, False]]

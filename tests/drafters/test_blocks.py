@@ -93,11 +93,15 @@ def test_an_anchor_at_the_very_start_sees_only_its_block() -> None:
     assert (group.context, group.mask is not None and group.mask.all().item()) == (slice(0, 0), True)
 
 
-@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=4), st.integers(2, 5))
-def test_groups_equal_the_definition(masks: list[list[bool]], block_size: int) -> None:
+@given(
+    st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=4),
+    st.integers(2, 5),
+    st.integers(1, 30),
+)
+def test_groups_equal_the_definition(masks: list[list[bool]], block_size: int, group_rows: int) -> None:
     batch = pack(*("".join(".#"[on] for on in mask) for mask in masks))
     seen: dict[int, set[tuple[str, int]]] = {}
-    for group in attention_groups(batch, block_size):
+    for group in attention_groups(batch, block_size, group_rows):
         assert group.mask is not None
         context = range(batch.num_tokens)[group.context]
         blocks = range(batch.num_blocks)[group.blocks]

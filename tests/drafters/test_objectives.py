@@ -16,6 +16,7 @@ from drafters.objectives import (
     ClipMode,
     LossSpec,
     distillation_losses,
+    entries_above,
     fixed_weights,
     survival_weights,
 )
@@ -34,8 +35,10 @@ def losses(
     weight_sum: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`distillation_losses` from the teacher's logits; it may overwrite what it is given, so it gets copies."""
-    logp = (teacher_logits / spec.temperature).log_softmax(dim=-1)
-    loss, gradient, log_label = distillation_losses(logits.clone(), logp, labels, hard, spec, weight_sum)
+    normaliser = (teacher_logits / spec.temperature).logsumexp(dim=-1)
+    loss, gradient, log_label = distillation_losses(
+        logits.clone(), teacher_logits.clone(), normaliser, labels, hard, spec, weight_sum
+    )
     expected = logits.log_softmax(dim=-1).gather(-1, labels[:, None])[:, 0]
     torch.testing.assert_close(log_label, expected)
     return loss, gradient
@@ -92,6 +95,15 @@ def test_single_precision_stays_close_to_double() -> None:
         exact = losses(logits, teacher, labels, hard, spec)
         single = losses(logits.float(), teacher.float(), labels, hard, spec)
         torch.testing.assert_close(single[0].double(), exact[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [5, 128, 300])
+@pytest.mark.parametrize("limit", [-9.0, 1.5, 9.0])
+def test_entries_above_are_those_of_a_mask(vocab: int, limit: float) -> None:
+    values = torch.randn(3, vocab, generator=torch.Generator().manual_seed(0))
+    rows, columns = entries_above(values, limit)
+    expected = (values > limit).nonzero().tolist()
+    assert sorted(zip(rows.tolist(), columns.tolist(), strict=True)) == [tuple(pair) for pair in expected]
 
 
 def test_entry_clipping_is_no_divergence() -> None:

@@ -1,0 +1,1 @@
+"""Our training step against the peers': one problem file, one worker process for each side."""
