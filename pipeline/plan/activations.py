@@ -20,7 +20,7 @@ def dflash_activations(step: Step, target: Architecture, *, layers: int, context
     """Bytes kept for the backward of a DFlash drafter, features included in the format of the products.
 
     Context: features, `fc` and its norm once; a key norm in every layer. Slots: `_layer_rows` and the attention's operands, in
-    which keys and values are repeated for every query head.
+    which the query heads that share keys are further rows of one head, of the mask too.
     """
     p, hidden = step.product_bytes, target.hidden
     tokens, slots = step.tokens, step.slots
@@ -29,8 +29,8 @@ def dflash_activations(step: Step, target: Architecture, *, layers: int, context
     context += layers * tokens * (_head_norm(target.kv_heads, target.head_dim, step))
     context += layers * tokens * (2 * hidden * p if step.mixed else 0)
     rows = slots * _layer_rows(step, target, qk_norm=True)
-    keys_values = 2 * step.block_keys * target.query_width * p
-    mask = step.block_pairs * p
+    keys_values = 2 * step.block_keys * target.kv_width * p
+    mask = step.block_pairs * target.heads // target.kv_heads * p
     attended = slots * target.query_width * p + slots * target.heads * FLOAT
     rotary = 2 * (tokens + slots) * target.head_dim * FLOAT
     # the embeddings of the slots need no gradient, so the first norm keeps neither them nor its scale

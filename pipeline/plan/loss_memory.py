@@ -65,8 +65,8 @@ def _moment_rows() -> int:
 def _bytes_per_logit(step: Step, head: int) -> int:
     """Bytes of all [R, V] tensors that are there at once, per entry; on CPUs the fp32 ones are made for fewer rows at a time.
 
-    Labels alone: logits (h), their fp32 cast, q (4). Whole distributions: logits (h), the teacher's by position (h), both in fp32,
-    and q, for `opd`; for `osd` log q, p, and two terms of the divergence.
+    Labels alone: logits (h), their fp32 cast, q (4). Whole distributions: logits (h), the teacher's by position (h), both in
+    fp32, and q, for `opd`; for `osd` log q, p, and two terms of the divergence.
     """
     cast = FLOAT if head < FLOAT else 0
     if not _whole_distribution(step):

@@ -83,14 +83,32 @@ class Step:
         return self.documents * self.response_tokens if self.next_token else 0
 
     @property
+    def _groups(self) -> list[tuple[int, int]]:
+        """Of each group of a document's blocks that attend together: its blocks, and the keys that they see or mask.
+
+        Anchors are taken as evenly spread over the response, the last one at its latest.
+        """
+        from drafters.blocks import GROUP_ROWS
+
+        count = -(-self.anchors * self.block_size // GROUP_ROWS)
+        prompt = self.document_tokens - self.response_tokens
+        groups = []
+        for number in range(count):
+            blocks = self.anchors * (number + 1) // count - self.anchors * number // count
+            if blocks:
+                last = prompt + self.response_tokens * (number + 1) // count - 2
+                groups.append((blocks, max(1, last) + blocks * self.block_size))
+        return groups
+
+    @property
     def block_keys(self) -> int:
-        """Keys that the block slots of all documents see or mask: Σ (last anchor + A·B), the last anchor at its latest."""
-        return self.documents * (max(1, self.document_tokens - 2) + self.anchors * self.block_size)
+        """Keys of all groups of blocks: Σ (last anchor + A·B)."""
+        return self.documents * sum(keys for _, keys in self._groups)
 
     @property
     def block_pairs(self) -> int:
         """Query-key pairs of block attention, masked ones included, as they are computed too."""
-        return self.anchors * self.block_size * self.block_keys
+        return self.documents * sum(blocks * self.block_size * keys for blocks, keys in self._groups)
 
     @property
     def runs_target(self) -> bool:
