@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from pipeline.config.section import Section
 
@@ -117,3 +117,9 @@ class LookaheadConfig(Section):
         default_factory=list,
         description="Evaluate also with a target slowed down to so many times the drafter's pass.",
     )
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        # YAML reads a bare off as false
+        return "off" if value is False else value

@@ -239,3 +239,8 @@ def test_reference_is_well_formed_markdown(capsys: pytest.CaptureFixture[str]) -
     tables = [line for line in printed.splitlines() if line.startswith("|")]
     assert all(line.replace("\\|", "").count("|") == 5 for line in tables)
     assert sum(line.startswith("| `") for line in tables) == len(key_rows())
+
+
+def test_a_bare_off_is_a_mode_of_drafting_ahead() -> None:
+    changes = ["policy.name=throughput", "lookahead.mode=off"]
+    assert load_config(Path(str(configs.__file__)).with_name("d3d.yaml"), changes).lookahead.mode == "off"
