@@ -97,8 +97,8 @@ def measure(kind: str, case: Case, theirs: Path, options: argparse.Namespace) ->
     floor = {
         "ce": floor_seconds(shape, anchors_N, machine, opd=False, half=half),
         "opd": floor_seconds(shape, anchors_N, machine, opd=True, half=half),
-        "machine_gflops": machine.flops / 1e9,
-        "machine_gbytes_per_s": machine.bandwidth / 1e9,
+        "gflop_per_cpu_second": machine.flops / 1e9,
+        "gbyte_per_cpu_second": machine.bandwidth / 1e9,
     }
     agreement = check_agreement(case, sides, problem, options.out, options.threads) if kind == "peers" else {}
     measured = run_case(

@@ -18,9 +18,11 @@ from contest.problem import Shape
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured peaks with all threads: products in FLOP/s, memory in byte/s (read plus written)."""
+    """Measured peaks for each second of CPU time: products in FLOP, memory in bytes (read plus written).
 
-    threads: int
+    Per CPU-second, so that other load on the machine, which stretches wall time, does not raise the floor.
+    """
+
     flops: float
     bandwidth: float
 
@@ -60,8 +62,8 @@ def parts(shape: Shape, anchors_N: torch.Tensor, *, opd: bool, half: bool) -> di
 
 
 def floor_seconds(shape: Shape, anchors_N: torch.Tensor, machine: Machine, *, opd: bool, half: bool) -> float:
-    """CPU-seconds (threads × time) that no implementation of this step gets below on this machine."""
-    return machine.threads * sum(
+    """CPU-seconds that no implementation of this step gets below on this machine."""
+    return sum(
         max(flops / machine.flops, moved / machine.bandwidth)
         for flops, moved in parts(shape, anchors_N, opd=opd, half=half).values()
     )
@@ -76,11 +78,11 @@ def measure_machine(shape: Shape, dtype: torch.dtype, threads: int) -> Machine:
     best_product = best_copy = float("inf")
     output = torch.empty(shape.counted, shape.vocab, dtype=dtype)
     for _ in range(6):
-        started = time.perf_counter()
+        started = time.process_time()
         torch.mm(left, right.T, out=output)
-        best_product = min(best_product, time.perf_counter() - started)
-        started = time.perf_counter()
+        best_product = min(best_product, time.process_time() - started)
+        started = time.process_time()
         sink.copy_(source)
-        best_copy = min(best_copy, time.perf_counter() - started)
+        best_copy = min(best_copy, time.process_time() - started)
     flops = 2 * shape.counted * shape.hidden * shape.vocab / best_product
-    return Machine(threads, flops, 2 * source.nbytes / best_copy)
+    return Machine(flops, 2 * source.nbytes / best_copy)
