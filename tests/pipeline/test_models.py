@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drafters.acceptance_head import AcceptanceHead
-from drafters.checkpoint import load_drafter, save_drafter
+from drafters.checkpoint import LoadedDrafter, load_drafter, save_drafter
 from drafters.errors import UserError
 from drafters.length_head import LengthHead
 from drafters.packing import Document
@@ -191,15 +191,20 @@ def test_policies_of_a_config(output: Path, tmp_path: Path) -> None:
     assert policy.verify_len(hidden_NBH, hidden_NBH, Load(2)).tolist() == expected
 
 
-def test_policies_that_need_an_acceptance_head(output: Path, tmp_path: Path) -> None:
+def saved_without_and_with_head(output: Path, directory: Path) -> tuple[LoadedDrafter, LoadedDrafter]:
+    """v1 without an acceptance head, v2 with one."""
     config = config_for(output)
     bundle = load_target(config)
     drafter = new_drafter(config, bundle)
     identity = bundle.target.identity
-    save_drafter(tmp_path / "plain", drafter, identity=identity, drafter_version="v1")
+    save_drafter(directory / "plain", drafter, identity=identity, drafter_version="v1")
     head = AcceptanceHead(bundle.target.config.hidden_size, drafter.block_size, 8)
-    save_drafter(tmp_path / "head", drafter, identity=identity, drafter_version="v2", acceptance_head=head)
-    plain, with_head = load_drafter(tmp_path / "plain"), load_drafter(tmp_path / "head")
+    save_drafter(directory / "head", drafter, identity=identity, drafter_version="v2", acceptance_head=head)
+    return load_drafter(directory / "plain"), load_drafter(directory / "head")
+
+
+def test_policies_that_need_an_acceptance_head(output: Path, tmp_path: Path) -> None:
+    plain, with_head = saved_without_and_with_head(output, tmp_path)
     for name in ("survival", "throughput"):
         with pytest.raises(UserError, match=rf"^policy\.name: {name} needs an acceptance head.*v1 has none"):
             make_policy(PolicyConfig(name=name), plain)
@@ -227,17 +232,11 @@ def test_a_swap_to_a_drafter_without_the_head_verifies_whole_blocks(
     name: Any, output: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Or a rollback to a champion from before the head would leave the challenger serving."""
-    config = config_for(output)
-    bundle = load_target(config)
-    drafter = new_drafter(config, bundle)
-    identity = bundle.target.identity
-    save_drafter(tmp_path / "plain", drafter, identity=identity, drafter_version="v1")
-    head = AcceptanceHead(bundle.target.config.hidden_size, drafter.block_size, 8)
-    save_drafter(tmp_path / "head", drafter, identity=identity, drafter_version="v2", acceptance_head=head)
+    plain, with_head = saved_without_and_with_head(output, tmp_path)
     factory = policy_factory(PolicyConfig(name=name))
     with pytest.raises(UserError, match="v1 has none"):
-        factory(load_drafter(tmp_path / "plain"))
-    assert factory(load_drafter(tmp_path / "head")).name == name
-    assert factory(load_drafter(tmp_path / "plain")) == FixedPolicy()
+        factory(plain)
+    assert factory(with_head).name == name
+    assert factory(plain) == FixedPolicy()
     assert f"policy {name}: drafter v1 has no acceptance head" in caplog.text
-    assert factory(load_drafter(tmp_path / "head")).name == name
+    assert factory(with_head).name == name
