@@ -134,7 +134,9 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
             "python": platform.python_version(),
             "system": platform.system(),
         },
-        "peers": (ROOT / "constraints" / "peers.txt").read_text().split("\n\n")[-1].split("\n"),
+        "peers": [
+            line for line in (ROOT / "constraints" / "peers.txt").read_text().splitlines() if "==" in line
+        ],
         "commit": commit(),
         "commands": [shlex.join([Path(sys.executable).name, *sys.argv])],
     }

@@ -22,7 +22,7 @@ from drafters.blocks import BlockLayout
 from drafters.objectives import LossSpec, fixed_weights, survival_weights
 from drafters.packing import PackedBatch
 from drafters.teacher import TeacherMoments, label_losses, teacher_moments
-from drafters.whole_losses import TeacherLogits, whole_losses
+from drafters.whole_losses import TeacherLogits, row_slices, whole_losses
 
 LOGITS_BYTES = 96 * 2**20
 """Default size of a chunk's logits [R, V]. Distillation holds the teacher's beside them, and a GPU a few fp32 copies.
@@ -261,7 +261,10 @@ def _first_of_row_maximum(
     An argmax costs ten times a maximum, so it is only asked of rows in which the token has the largest logit.
     """
     first_R = logits_RV.gather(1, tokens_R[:, None])[:, 0] == peak_R
-    first_R[first_R.clone()] = logits_RV[first_R].max(dim=-1).indices == tokens_R[first_R]
+    for some in row_slices(logits_RV):
+        # a slice at a time: a good drafter has the token in most rows, and picking them out copies them
+        at = first_R[some].nonzero()[:, 0] + some.start
+        first_R[at] = logits_RV[at].max(dim=-1).indices == tokens_R[at]
     return first_R
 
 

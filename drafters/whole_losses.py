@@ -39,7 +39,6 @@ class TeacherLogits:
     logits_PV: torch.Tensor
     normaliser_P: torch.Tensor
     greedy_P: torch.Tensor
-    temperature: float
 
     @classmethod
     def of(cls, hidden_PH: torch.Tensor, head_VH: torch.Tensor, temperature: float = 1.0) -> TeacherLogits:
@@ -53,7 +52,7 @@ class TeacherLogits:
             normalisers.append(
                 softmax_and_normaliser(logits_SV / temperature if temperature != 1 else logits_SV)[1]
             )
-        return cls(logits_PV, torch.cat(normalisers), torch.cat(greedy), temperature)
+        return cls(logits_PV, torch.cat(normalisers), torch.cat(greedy))
 
 
 def whole_losses(

@@ -13,6 +13,7 @@ from torch import nn
 from drafters.block_loss import BlockLoss, BlockTargets, accepted_prefix, block_loss
 from drafters.d3d import D3DDrafter
 from drafters.d3d_loss import d3d_loss
+from drafters.errors import UserError
 from drafters.feature_cache import FeatureCache
 from drafters.fill import Drafter, FilledBlocks, draft_head, fill_blocks
 from drafters.objectives import LossSpec
@@ -201,6 +202,23 @@ class BlockTrainingModule(L.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         clip_each(self, self.clipped_modules(), gradient_clip_val)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if isinstance(self.drafter, D3DDrafter):
+            checkpoint["d3d_shift"] = self.drafter.spec.shift
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises:
+        UserError: for a checkpoint whose rows predict otherwise; the weights would fit and mean something else.
+        """
+        if not isinstance(self.drafter, D3DDrafter):
+            return
+        trained, wanted = bool(checkpoint.get("d3d_shift", False)), self.drafter.spec.shift
+        if trained != wanted:
+            raise UserError(
+                f"drafter.shift: the checkpoint was trained with {trained}, the config says {wanted}; set it alike, or run "
+                "without --resume"
+            )
 
     def configure_optimizers(self) -> Any:
         return configure_adamw(self.drafter, None, self.optim_spec)

@@ -74,7 +74,7 @@ def keep_freed_memory() -> None:
     """Have this process reuse the memory of large buffers where the C library can be told to (glibc).
 
     By default it returns every buffer of more than 32 MiB to the system when it is freed, and the next one is made of pages
-    that the system has to clear first. A training step on a CPU frees and takes hundreds: a quarter of its time. In exchange
+    that the system has to clear first. A training step on a CPU frees and takes hundreds of them. In exchange
     the process keeps its peak of memory until it ends.
     """
     if not sys.platform.startswith("linux"):

@@ -165,5 +165,5 @@ def write(summary: dict[str, Any], facts: dict[str, Any], out: Path) -> None:
     partial.write_text(text + "\n")
     os.replace(partial, out / "result.json")
     (out / "table.md").write_text(table(summary))
-    if any("ratios" in case for case in summary["cases"]):
+    if any("ratio" in case for case in summary["cases"]):
         plot(summary, out / "ratios.png")

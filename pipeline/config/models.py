@@ -52,8 +52,8 @@ class DrafterConfig(Section):
     init_layer_ids: list[int] | None = Field(None, description="Target layers to copy for `init: target`.")
     shift: bool = Field(
         True,
-        description="d3d: a slot predicts the token after its own, as the causal LM that the drafter comes from does, and the "
-        "anchor's slot the first draft; false: a slot predicts its own token.",
+        description="d3d: a row predicts the token after its own, as in the causal LM that the drafter comes from, and the "
+        "anchor's row the first draft; false: the row of a mask predicts the token in its place.",
     )
     freeze_mlp: bool = Field(
         False,

@@ -38,7 +38,9 @@ def loss_bytes(step: Step, models: Models) -> int:
     """The largest that the loss holds at a time."""
     vocabulary, hidden = step.loss_vocabulary, models.drafter_shape.hidden
     head = head_bytes(step)
-    chunk = chunk_rows(step) * vocabulary * _bytes_per_logit(step, head)
+    # blocks and next tokens have chunks of their own, one after the other
+    rows = max(chunk_rows(step), min(step.next_tokens, _buffer_rows(step, 2)))
+    chunk = rows * vocabulary * _bytes_per_logit(step, head)
     if step.teacher and not _whole_distribution(step):
         chunk += _moment_rows() * vocabulary * (head if step.objective == "ce" else 2 * head + 2 * FLOAT)
     # accumulated in fp32, and divided by the sum of weights

@@ -40,12 +40,11 @@ def backward_bytes(step: Step, models: Models) -> int:
     """The backward of one drafter layer beside what was kept for it, with the layer's gradients.
 
     Three fp32 tensors of the residual stream; of the MLP three of its width, or of attention four fp32 ones of the queries' width
-    and the gradients of all keys and values in the format of products (repeated for every query head in DFlash) and in fp32.
+    and the gradients of all keys and values in the format of products and in fp32.
     """
     arch, p = models.drafter_shape, step.product_bytes
     rows = step.slots + (step.tokens if step.family == "d3d" else 0)
-    keys = arch.query_width if step.family == "dflash" else arch.kv_width
-    keys_values = 2 * step.block_keys * (keys * p + arch.kv_width * FLOAT)
+    keys_values = 2 * step.block_keys * arch.kv_width * (p + FLOAT)
     attention = rows * 4 * arch.query_width * FLOAT + keys_values
     mlp = rows * 3 * arch.intermediate * p
     return rows * 3 * arch.hidden * FLOAT + max(attention, mlp) + models.drafter.largest_layer * FLOAT

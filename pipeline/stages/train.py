@@ -93,6 +93,8 @@ def require_same_shape(wanted: DrafterConfig, drafter: Drafter, directory: Path)
     }
     if isinstance(drafter, DFlashDrafter):
         found["num_layers"] = drafter.config.num_hidden_layers
+    else:
+        found["shift"] = drafter.spec.shift
     for key, value in found.items():
         if value != getattr(wanted, key):
             raise UserError(

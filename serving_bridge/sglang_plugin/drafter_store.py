@@ -302,7 +302,10 @@ class DrafterStore:
             )
         if self._config is None:
             return
-        expected, found = self._config, json.loads((directory / "config.json").read_text())
+        expected, found = dict(self._config), json.loads((directory / "config.json").read_text())
+        for config in (expected, found):
+            if config.get("d3d_config"):
+                config["d3d_config"] = {"shift": False, **config["d3d_config"]}
         for key in (*SHAPE_KEYS, *(LM_KEYS if expected.get("d3d_config") else ())):
             if expected.get(key) != found.get(key):
                 raise SwapRefused(

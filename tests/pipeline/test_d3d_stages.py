@@ -57,6 +57,21 @@ def depth_of(directory: Path) -> int:
     return int(load_drafter(directory).drafter.config.num_hidden_layers)
 
 
+def test_weights_are_not_continued_under_the_other_meaning_of_a_row(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = [*D3D, "--set", "drafter.shift=false"]
+    drafter = trained / "out" / "train" / "drafter"
+    assert json.loads((drafter / "config.json").read_text())["d3d_config"]["shift"] is True
+    kept = shutil.copytree(drafter, trained / "kept")
+    before = drafter_digest(drafter)
+    for words in (["--resume"], ["--warm-start", str(kept)]):
+        capsys.readouterr()
+        assert call("train", *other, *words) == 2
+        assert "drafter.shift" in capsys.readouterr().err
+    assert drafter_digest(drafter) == before
+
+
 def test_train_evaluate_and_deploy(trained: Path) -> None:
     drafter = load_drafter(trained / "out" / "train" / "drafter").drafter
     assert isinstance(drafter, D3DDrafter) and drafter.block_size == 4
