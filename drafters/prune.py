@@ -1,16 +1,16 @@
-"""Removing a drafter's layers, and measuring which one matters least (D3D, progressive layer pruning).
+"""Measuring which of a drafter's layers matters least (D3D, progressive layer pruning).
 
 A layer's importance is what its removal costs in replay τ, the measure that serving pays by. All removals are measured in one
-sweep: before the removed layer everything is as it was, so each removal starts from the hidden states that the whole drafter
-had there. For L layers that is L + L·(L-1)/2 layer passes, about half of what L replays take; with only some of the layers as
-candidates, fewer.
+sweep: before the removed layer (or the one whose MLP repairs the removal) everything is as it was, so each removal starts from
+the hidden states that the whole drafter had there. For L layers that is L + L·(L-1)/2 layer passes, about half of what L replays
+take; with only some of the layers as candidates, fewer.
 
 Shapes: N blocks, B block size, T flat tokens, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,50 +20,33 @@ from torch import nn
 from drafters.blocks import attention_groups, build_blocks
 from drafters.d3d import D3DDrafter
 from drafters.dflash import DFlashDrafter
-from drafters.errors import UserError
 from drafters.fill import Drafter, draft_head
+from drafters.layers import layers_of, mlp_output
 from drafters.packing import Document, PackedBatch
+from drafters.repair import Repair
 from drafters.replay import Fill, ReplayResult, draft_variants, walk_rounds
 from drafters.target import Target
 
 
-def layers_of(drafter: Drafter) -> nn.ModuleList:
-    """The layers that pruning may remove."""
-    layers = drafter.lm.model.layers if isinstance(drafter, D3DDrafter) else drafter.layers
-    assert isinstance(layers, nn.ModuleList)
-    return layers
-
-
-def remove_layer(drafter: Drafter, index: int) -> None:
-    """Remove a layer for good; the configuration follows.
-
-    Raises:
-        UserError: when it is the last one.
-    """
-    layers, config = layers_of(drafter), drafter.config
-    if len(layers) == 1:
-        raise UserError("prune: the drafter has one layer left, and that one cannot be removed")
-    del layers[index]
-    config.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [kind for i, kind in enumerate(config.layer_types) if i != index]
-    for number, layer in enumerate(layers):
-        # HF's layers know their place in the cache
-        if hasattr(layer.self_attn, "layer_idx"):
-            layer.self_attn.layer_idx = number
-
-
 def replay_without_each_layer(
-    drafter: Drafter, target: Target, documents: Sequence[Document], candidates: Sequence[int]
+    drafter: Drafter,
+    target: Target,
+    documents: Sequence[Document],
+    candidates: Sequence[int],
+    repairs: Mapping[int, Repair] | None = None,
 ) -> list[list[ReplayResult]]:
-    """Replay with one layer removed, for each of the candidates in turn: results by candidate, then document."""
+    """Replay with one layer removed, for each of the candidates in turn: results by candidate, then document.
+
+    `repairs` are applied to the removals that they belong to.
+    """
+    removals = [_Removed(drafter, index, (repairs or {}).get(index)) for index in candidates]
 
     def prepare(whole: PackedBatch) -> Fill:
         if isinstance(drafter, D3DDrafter):
-            return lambda batch: _d3d_without_each(drafter, batch, candidates)
+            return lambda batch: _d3d_without_each(drafter, batch, removals)
         features_TC = target.forward_packed(whole.input_ids_T, whole.position_ids_T).features_TC
         context = drafter.context_key_values(features_TC, whole.position_ids_T)
-        return lambda batch: _dflash_without_each(drafter, target, batch, context, candidates)
+        return lambda batch: _dflash_without_each(drafter, target, batch, context, removals)
 
     results: list[list[ReplayResult]] = [[] for _ in candidates]
     head_VH = draft_head(drafter, target)
@@ -73,32 +56,63 @@ def replay_without_each_layer(
     return results
 
 
+class _Removed:
+    """A drafter for a while without one layer, and without those before that the removal leaves as they are.
+
+    `first` is the layer whose input is its input, `kept` are the layers that it runs.
+    """
+
+    def __init__(self, drafter: Drafter, index: int, repair: Repair | None) -> None:
+        self.drafter, self.repair = drafter, repair
+        later = range(index + 1, len(layers_of(drafter)))
+        self.first = index if repair is None else index - 1
+        self.kept = [*later] if repair is None else [index - 1, *later]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        holder = self.drafter.lm.model if isinstance(self.drafter, D3DDrafter) else self.drafter
+        layers = layers_of(self.drafter)
+        holder.layers = nn.ModuleList(layers[index] for index in self.kept)
+        projection = mlp_output(layers[self.first])
+        weight = projection.weight
+        if self.repair is not None:
+            projection.weight = nn.Parameter(self.repair.weight_HI, requires_grad=False)
+        try:
+            yield
+        finally:
+            projection.weight = weight
+            holder.layers = layers
+
+
 def _d3d_without_each(
-    drafter: D3DDrafter, batch: PackedBatch, candidates: Sequence[int]
+    drafter: D3DDrafter, batch: PackedBatch, removals: Sequence[_Removed]
 ) -> Iterator[torch.Tensor]:
     with _inputs_of_layers(layers_of(drafter)) as inputs:
         drafter(batch)
-    for index in candidates:
-        with _only(drafter, index + 1):
-            yield drafter(batch, embeddings_LH=inputs[index][0]).hidden_NBH
+    for removed in removals:
+        with removed.in_place():
+            yield drafter(batch, embeddings_LH=inputs[removed.first][0]).hidden_NBH
 
 
 def _dflash_without_each(
     drafter: DFlashDrafter,
     target: Target,
     batch: PackedBatch,
-    context: list[Any],
-    candidates: Sequence[int],
+    context: Sequence[Any],
+    removals: Sequence[_Removed],
 ) -> Iterator[torch.Tensor]:
     layout = build_blocks(batch, drafter.block_size, drafter.spec.mask_token_id)
     groups = attention_groups(batch, drafter.block_size)
     embeddings_NBH = target.embed(layout.block_ids_NB)
     with _inputs_of_layers(layers_of(drafter)) as inputs:
-        drafter(embeddings_NBH, layout.positions_NB, context, groups)
-    for index in candidates:
-        with _only(drafter, index + 1):
+        drafter(embeddings_NBH, layout.positions_NB, [*context], groups)
+    for removed in removals:
+        with removed.in_place():
             yield drafter(
-                inputs[index].view(embeddings_NBH.shape), layout.positions_NB, context[index + 1 :], groups
+                inputs[removed.first].view(embeddings_NBH.shape),
+                layout.positions_NB,
+                [context[index] for index in removed.kept],
+                groups,
             )
 
 
@@ -114,15 +128,3 @@ def _inputs_of_layers(layers: nn.ModuleList) -> Iterator[list[torch.Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def _only(drafter: Drafter, first: int) -> Iterator[None]:
-    """The drafter without the layers before `first`."""
-    holder = drafter.lm.model if isinstance(drafter, D3DDrafter) else drafter
-    layers = layers_of(drafter)
-    holder.layers = layers[first:]
-    try:
-        yield
-    finally:
-        holder.layers = layers

@@ -104,10 +104,19 @@ class PruneConfig(FitConfig):
     label_share: float = Field(
         0.1, ge=0, lt=1, description="ε: weight of the served token beside the whole drafter's distribution."
     )
+    repair: bool = Field(
+        True,
+        description="Before recovery, the MLP before a removed layer is refitted in closed form to add what that layer did.",
+    )
+    repair_batches: int = Field(
+        40,
+        ge=1,
+        description="Training batches that repairs are fitted on; have more rows than an MLP is wide.",
+    )
     candidates: int | None = Field(
         None,
         ge=1,
-        description="Layers whose removal is measured again after the first: those least missed so far; null: all.",
+        description="Layers whose removal is measured in τ: those that a repair makes up for best; null: all.",
     )
     measure_documents: int | None = Field(
         None, ge=1, description="Validation documents that removals are measured on; null takes all."

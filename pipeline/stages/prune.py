@@ -1,4 +1,4 @@
-"""`draftsmith prune`: layers removed one by one, the least missed first, each removal followed by recovery.
+"""`draftsmith prune`: layers removed one by one, the least missed first, each removal repaired and followed by recovery.
 
 What was decided is on disk before it is acted on, so that a run that was cut off goes on where it stopped: in the middle of a
 recovery from its checkpoint, else with the next removal.
@@ -9,14 +9,19 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import lightning as L
 
 from datamodules.offline import OfflineDataModule
-from drafters.checkpoint import CONTENT, drafter_digest
+from datamodules.packed_loader import PackedLoader
+from drafters.checkpoint import CONTENT, drafter_digest, save_drafter
 from drafters.errors import UserError
-from drafters.prune import layers_of, remove_layer, replay_without_each_layer
+from drafters.fill import Drafter
+from drafters.layers import layers_of, remove_layer
+from drafters.prune import replay_without_each_layer
+from drafters.repair import Repair, fit_repairs
 from drafters.replay import replay, total_acceptance_length
 from lightning_modules.callbacks.export import ExportBest
 from lightning_modules.recovery import RecoveryModule
@@ -45,18 +50,20 @@ DECIDING = {"seed", "prune"}
 
 @dataclass
 class Removal:
-    """A layer that goes: its place among the layers before, and τ without each of those, this one included.
+    """A layer that goes: its place among the layers before.
 
-    `measured` are the layers whose τ is of this sweep; the others have that of an earlier one.
+    `importance[i]` is τ without layer `measured[i]`, repaired if the run repairs; `tau_unrecovered` is τ of the bare removal.
     """
 
     removed: int
-    importance: list[float]
     measured: list[int]
+    importance: list[float]
+    tau_unrecovered: float
 
     @property
-    def tau_unrecovered(self) -> float:
-        return self.importance[self.removed]
+    def tau_start(self) -> float:
+        """τ from which recovery starts."""
+        return self.importance[self.measured.index(self.removed)]
 
 
 @dataclass
@@ -171,7 +178,7 @@ class _Pruning:
             tau = self._recover(removal, left - 1)
             say(
                 f"{left - 1} layers: layer {removal.removed} removed, acceptance length "
-                f"{removal.tau_unrecovered:.3f}, recovered {tau:.3f}"
+                f"{removal.tau_unrecovered:.3f}, repaired {removal.tau_start:.3f}, recovered {tau:.3f}"
             )
             if tau < floor:
                 say(f"that is below the floor of {floor:.3f}; {left} layers stay")
@@ -195,43 +202,77 @@ class _Pruning:
                 str(s.layers),
                 str(s.removal.removed),
                 f"{s.removal.tau_unrecovered:.3f}",
+                f"{s.removal.tau_start:.3f}",
                 f"{s.tau:.3f}",
                 f"{s.round_ms:.1f}",
             ]
             for s in self.state.steps
         ]
-        show_table("pruning", ["layers", "removed", "τ without recovery", "τ", "ms per round"], rows)
+        show_table(
+            "pruning", ["layers", "removed", "τ bare", "τ repaired", "τ recovered", "ms per round"], rows
+        )
         _plot(self.state, self.depth, self.stage.output / "prune.png")
 
     def _choose(self) -> Removal:
         if self.state.pending is None:
-            target = self.bundle.target
-            drafter = load_drafter_for(self.current, self.bundle, dtype=target.dtype).drafter
-            known = self._known(len(layers_of(drafter)))
-            order = sorted(range(len(known)), key=lambda layer: -known[layer])
-            measured = sorted(order[: self.settings.candidates if self.state.steps else None])
-            with self.stage.result.section("importance"):
-                swept = replay_without_each_layer(drafter, target, self.measured, measured)
-            for layer, results in zip(measured, swept, strict=True):
-                known[layer] = total_acceptance_length(results)
-            removed = max(measured, key=lambda layer: known[layer])
-            self.state.pending = Removal(removed, known, measured)
+            target, section = self.bundle.target, self.stage.result.section
+            loaded = load_drafter_for(self.current, self.bundle, dtype=target.dtype)
+            drafter = loaded.drafter
+            with section("repair"):
+                repairs = self._repairs(drafter)
+            measured = self._candidates(drafter, repairs)
+            if not self.settings.repair:
+                repairs = {}
+            with section("importance"):
+                swept = replay_without_each_layer(drafter, target, self.measured, measured, repairs)
+                importance = [total_acceptance_length(results) for results in swept]
+                removed = measured[importance.index(max(importance))]
+                (bare,) = replay_without_each_layer(drafter, target, self.measured, [removed])
+            repair = repairs.get(removed)
+            remove_layer(drafter, removed, None if repair is None else repair.weight_HI)
+            depth = len(layers_of(drafter))
+            save_drafter(
+                self._start(depth),
+                drafter,
+                identity=loaded.identity,
+                drafter_version=f"{self.config.name}-prune-{depth}-start-{CONTENT}",
+            )
+            self.state.pending = Removal(removed, measured, importance, total_acceptance_length(bare))
             self._save()
         return self.state.pending
 
-    def _known(self, depth: int) -> list[float]:
-        """What is known of τ without each of the layers left."""
-        if not self.state.steps:
-            return [0.0] * depth
-        last = self.state.steps[-1].removal
-        return last.importance[: last.removed] + last.importance[last.removed + 1 :]
+    def _repairs(self, drafter: Drafter) -> dict[int, Repair]:
+        depth, batches = len(layers_of(drafter)), self.settings.repair_batches
+        if not self.settings.repair and self.settings.candidates is None:
+            return {}
+        loader = PackedLoader(
+            self.train,
+            packing_spec(self.config, self.settings),
+            seed=self.config.seed,
+            num_batches=batches,
+        )
+        # the loader runs on from epoch to epoch
+        return fit_repairs(drafter, self.bundle.target, islice(loader, batches), range(depth))
+
+    def _candidates(self, drafter: Drafter, repairs: dict[int, Repair]) -> list[int]:
+        """The layers to measure: all, or those whose removal a repair makes up for best."""
+        every = list(range(len(layers_of(drafter))))
+        if self.settings.candidates is None:
+            return every
+        ranked = sorted(
+            every, key=lambda layer: repairs[layer].residual if layer in repairs else float("inf")
+        )
+        return sorted(ranked[: self.settings.candidates])
+
+    def _start(self, layers: int) -> Path:
+        """The checkpoint that a recovery starts from."""
+        return self._directory(layers) / "start"
 
     def _recover(self, removal: Removal, layers: int) -> float:
         """τ after recovery; the checkpoint is in the directory of this many layers."""
         output = self._directory(layers)
         checkpoint = str(output / CHECKPOINT) if (output / CHECKPOINT).is_file() else None
-        student = load_drafter_for(self.current, self.bundle)
-        remove_layer(student.drafter, removal.removed)
+        student = load_drafter_for(self._start(layers), self.bundle)
         teacher = load_drafter_for(self.whole, self.bundle, dtype=self.bundle.target.dtype).drafter
         module = RecoveryModule(
             prepare_training(
@@ -300,8 +341,9 @@ def _plot(state: PruneState, depth: int, path: Path) -> None:
     taus = [state.tau_whole, *(s.tau for s in state.steps)]
     times = [state.round_ms_whole, *(s.round_ms for s in state.steps)]
     quality.plot(layers, taus, marker="o", label="recovered")
+    quality.plot(layers[1:], [s.removal.tau_start for s in state.steps], marker=".", label="repaired")
     quality.plot(
-        layers[1:], [s.removal.tau_unrecovered for s in state.steps], marker="x", label="without recovery"
+        layers[1:], [s.removal.tau_unrecovered for s in state.steps], marker="x", label="bare removal"
     )
     quality.set_ylabel("acceptance length")
     quality.legend()

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig
 
 from drafters.errors import UserError
+from drafters.layers import remove_layer
 from drafters.packing import Document
-from drafters.prune import remove_layer
 from drafters.replay import replay, total_acceptance_length
 from pipeline.config import Config
 from pipeline.console import say, show_table

@@ -17,9 +17,10 @@ from drafters.d3d import D3DDrafter
 from drafters.dflash import DFlashDrafter
 from drafters.errors import UserError
 from drafters.identity import TargetIdentity
+from drafters.layers import layers_of, remove_layer
 from drafters.objectives import LossSpec, fixed_weights
 from drafters.packing import Document
-from drafters.prune import layers_of, remove_layer, replay_without_each_layer
+from drafters.prune import replay_without_each_layer
 from drafters.recovery import recovery_loss
 from drafters.replay import replay
 from drafters.target import Target

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from drafters.block_loss import BlockTargets
 from drafters.d3d import D3DDrafter
+from drafters.layers import remove_layer
 from drafters.objectives import LossSpec
 from drafters.packing import pack_documents
-from drafters.prune import remove_layer
 from drafters.recovery import recovery_loss
 from drafters.target import Target
 from lightning_modules.optim import OptimSpec

@@ -91,10 +91,10 @@ def test_prune_keeps_every_depth_and_never_makes_it_worse_by_recovering(trained:
     assert metrics["layers"] == 1
     assert [step["layers"] for step in metrics["steps"]] == list(range(whole - 1, 0, -1))
     for step in metrics["steps"]:
-        importance = step["removal"]["importance"]
-        assert len(importance) == step["layers"] + 1
-        assert importance[step["removal"]["removed"]] == max(importance)
-        assert step["tau"] >= max(importance) - 1e-9
+        removal = step["removal"]
+        assert removal["measured"] == list(range(step["layers"] + 1))
+        assert removal["importance"][removal["removed"]] == max(removal["importance"])
+        assert step["tau"] >= max(removal["importance"]) - 1e-9
         plain = AutoModelForCausalLM.from_pretrained(
             trained / "out" / "prune" / f"layers-{step['layers']:03d}" / "drafter"
         )
