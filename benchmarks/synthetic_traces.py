@@ -1,8 +1,8 @@
 """Traces of texts that nobody wrote, whose whole blocks have a given acceptance length: for what-if tables and tests.
 
-Every token has an ease, an autocorrelated series around the text's mean; slot j of a block anchored at t is accepted, if all before
-are, with probability sigmoid(ease of token t+j - decay·(j-1)). Heads answer what these probabilities say, up to `noise`: they are
-as good as heads can be, which real ones are not.
+Every token has an ease, an autocorrelated series around the text's mean. Slot j of a block anchored at t is accepted, if all
+before are, with probability sigmoid(ease of token t+j - decay·(j-1)). Heads answer what these probabilities say, up to `noise`:
+they are about as good as heads can be, which real ones are not.
 """
 
 from __future__ import annotations
