@@ -18,6 +18,7 @@ from pipeline.simulation.requests import Requests
 GAMMAS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
 FAMILIES = ("plain", "fixed", "adaflash", "survival", "throughput")
+CONFIGURED = "config"
 _WORDS = {"fixed": "length", "adaflash": "gamma", "survival": "threshold"}
 
 
@@ -78,6 +79,22 @@ def every_method(
     return found
 
 
+def read_words(text: str) -> list[tuple[str, str]]:
+    """(name, value or nothing) of each word of `--policies`.
+
+    Raises:
+        UserError: naming the word that is no policy.
+    """
+    words = []
+    for word in text.split(","):
+        name, _, value = word.strip().partition(":")
+        if name not in FAMILIES and word.strip() != CONFIGURED:
+            known = ", ".join([*FAMILIES, CONFIGURED])
+            raise UserError(f"--policies: {word.strip()!r} is unknown; use {known}, or NAME:VALUE")
+        words.append((name, value))
+    return words
+
+
 def read_methods(text: str, requests: Requests, configured: PolicyConfig) -> list[Method]:
     """Methods of `--policies`: `NAME`, with all settings, `NAME:VALUE`, or `config`, separated by commas; plain comes first.
 
@@ -93,13 +110,9 @@ def read_methods(text: str, requests: Requests, configured: PolicyConfig) -> lis
         probe_every=configured.probe_every,
     )
     found = [PLAIN]
-    for word in text.split(","):
-        name, _, value = word.strip().partition(":")
-        if name == "config":
+    for name, value in read_words(text):
+        if name == CONFIGURED:
             chosen = [Method(configured.name, "as configured", configured)]
-        elif name not in FAMILIES:
-            known = ", ".join([*FAMILIES, "config"])
-            raise UserError(f"--policies: {word.strip()!r} is unknown; use {known}, or NAME:VALUE")
         elif value:
             chosen = [_with_value(name, value, block_size)]
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from pipeline.config import Config
 from pipeline.console import say, show_table
 from pipeline.models import load_drafter_for
 from pipeline.simulation.costs import DraftWork, RoundCosts, TableCosts, VerifyWork
-from pipeline.simulation.methods import available, read_methods
+from pipeline.simulation.methods import available, read_methods, read_words
 from pipeline.simulation.record_traces import trace_of_record
 from pipeline.simulation.report import ALL, console_rows, markdown, plot
 from pipeline.simulation.requests import Requests
@@ -54,7 +54,8 @@ class CostSource:
     Attributes:
         table: a `costs.json` that `tune-policy` measured; else a roofline:
         device: of the data sheets, or `cpu`.
-        model: target whose sizes count; None: `target.model`. Its drafter is as `drafter` in the configuration says.
+        model: target whose sizes count, in bfloat16; None: `target.model` in its own format. Its drafter is as `drafter` in the
+            configuration says.
         overhead_ms: of each pass, beside the roofline.
     """
 
@@ -86,11 +87,15 @@ def simulate(
     Raises:
         UserError: naming the option that cannot be used.
     """
+    if policies is not None:
+        # before anything that takes time
+        read_words(policies)
     with open_stage(config, "simulate") as stage:
+        costs_of = _costs(config, costs)
         found = _traces(stage, source)
         requests = Requests.of(found.traces, found.block_size)
         methods = read_methods(policies or available(requests), requests, config.policy)
-        round_costs = _costs(config, costs, found.block_size)
+        round_costs = costs_of(found.block_size)
         domains = sorted({trace.domain for trace in found.traces})
         groups = {ALL: requests}
         if len(domains) > 1:
@@ -185,24 +190,23 @@ def _replayed(stage: Stage, source: TraceSource) -> TraceSet:
     )
 
 
-def _costs(config: Config, source: CostSource, block_size: int) -> RoundCosts:
+def _costs(config: Config, source: CostSource) -> Callable[[int], RoundCosts]:
+    """Costs by block size; what is wrong with the source is said before traces are made."""
     if source.table is not None:
-        return TableCosts(read_costs(source.table))
+        table = TableCosts(read_costs(source.table))
+        return lambda block_size: table
     from pipeline.plan.devices import find_device
     from pipeline.plan.models import models_of
     from pipeline.plan.planner import target_bytes
     from pipeline.simulation.roofline import RooflineCosts
 
     if source.model is not None:
-        target = config.target.model_copy(update={"model": source.model})
+        # the configured number format is that of another model
+        target = config.target.model_copy(update={"model": source.model, "dtype": "auto"})
         config = config.model_copy(update={"target": target})
-    return RooflineCosts(
-        models_of(config),
-        find_device(source.device),
-        block_size,
-        target_bytes(config, source.device),
-        source.overhead_ms / 1000,
-    )
+    models, device = models_of(config), find_device(source.device)
+    element_bytes, overhead_s = target_bytes(config, source.device), source.overhead_ms / 1000
+    return lambda block_size: RooflineCosts(models, device, block_size, element_bytes, overhead_s)
 
 
 def _remarks(found: TraceSet, costs: CostSource, traffic: Traffic) -> list[str]:

@@ -99,7 +99,7 @@ def test_experts_and_linear_attention(model: str) -> None:
 
 
 def test_what_does_not_fit() -> None:
-    """16.4 GB of weights and 147 KB a token: beside the drafter an H100 holds some 400,000 tokens of context, an H200 twice that."""
+    """16.4 GB of weights and 147 KB a token: an H100 holds some 400,000 tokens of context beside the drafter, an H200 more."""
     assert roofline(device="h100").fits(350_000) and not roofline(device="h100").fits(450_000)
     assert roofline(device="h200").fits(700_000)
 
