@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.simulation.runs import Row
 
-ALL = "all"
+ALL = "all domains"
 """Name of the mix of all domains."""
 
 Choice = Callable[[Sequence[Row]], Row | None]

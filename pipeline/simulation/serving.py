@@ -117,7 +117,8 @@ def serve(
             outcome.first_token_s += (running.spoke_N - running.arrived_N)[over_N].tolist()
             outcome.tokens += (1 + running.length_N[over_N]).tolist()
         answered += int(over_N.sum())
-        running.keep(~over_N)
+        if over_N.any():
+            running.keep(~over_N)
         if not measuring:
             began = now
         if answered >= warm_up + finish:

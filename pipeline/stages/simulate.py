@@ -93,14 +93,15 @@ def simulate(
     with open_stage(config, "simulate") as stage:
         costs_of = _costs(config, costs)
         found = _traces(stage, source)
-        requests = Requests.of(found.traces, found.block_size)
+        traces = [trace for trace in found.traces if trace.spans]
+        requests = Requests.of(traces, found.block_size)
         methods = read_methods(policies or available(requests), requests, config.policy)
         round_costs = costs_of(found.block_size)
-        domains = sorted({trace.domain for trace in found.traces})
+        domains = sorted({trace.domain for trace in traces})
         groups = {ALL: requests}
         if len(domains) > 1:
             groups |= {
-                name: Requests.of([t for t in found.traces if t.domain == name], found.block_size)
+                name: Requests.of([t for t in traces if t.domain == name], found.block_size)
                 for name in domains
             }
         say(f"{requests.count} responses, {requests.end_Q[-1]} blocks, {len(methods)} methods")
@@ -158,7 +159,7 @@ def _logged(source: TraceSource) -> TraceSet:
     versions = sorted({this.drafter_version for record in records for this in record.rounds})
     chosen = spread(records, source.max_documents)
     return TraceSet(
-        [trace for trace in map(trace_of_record, chosen) if trace.spans],
+        [trace_of_record(record) for record in chosen],
         block_size,
         target_id,
         ", ".join(versions),

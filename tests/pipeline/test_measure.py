@@ -214,8 +214,8 @@ def test_serving_is_simulated_from_replayed_texts(config: Config) -> None:
 
     made = rows(TraceSource(drafter=drafter))
     assert {row["policy"] for row in made} == {"plain", "fixed", "adaflash", "survival", "throughput"}
-    assert {row["domain"] for row in made} == {"all", "math", "chat", "code"}
-    whole = next(r for r in made if (r["domain"], r["setting"], r["concurrency"]) == ("all", "length 4", 1))
+    assert {row["domain"] for row in made} == {"all domains", "math", "chat", "code"}
+    whole = next(r for r in made if (r["domain"], r["setting"], r["concurrency"]) == ("all domains", "length 4", 1))
     evaluated = json.loads((config.output / "evaluate" / "result.json").read_text())["metrics"]
     assert whole["acceptance_length"] == pytest.approx(evaluated["acceptance_length"])
     assert rows(TraceSource(config.output / "simulate" / "traces.safetensors")) == made

@@ -28,7 +28,7 @@ def place(tmp_path: Path, migrated_database: Path, monkeypatch: pytest.MonkeyPat
     write_config(tmp_path)
     (tmp_path / "out").mkdir()
     shutil.copyfile(migrated_database, tmp_path / "out" / "mlflow.db")
-    process = Process(block_size=8, texts=5, tokens=40, prompt=20)
+    process = Process(block_size=8, texts=4, tokens=24, prompt=20)
     traces = [*draw(process, 0, "math"), *draw(process, 1, "chat")]
     save_traces(tmp_path / "t.safetensors", TraceSet(traces, 8, "tiny@r0#0", "v7", "made up"))
     monkeypatch.chdir(tmp_path)
@@ -60,7 +60,7 @@ def test_traces_and_a_roofline_make_a_table(place: Path, simulate: Callable[...,
     rows = found["rows"]
     # three kinds of traffic, two concurrencies, plain + 4 fixed + 8 γ + 8 thresholds + throughput
     assert len(rows) == 3 * 2 * 22
-    assert {row["domain"] for row in rows} == {"all", "chat", "math"}
+    assert {row["domain"] for row in rows} == {"all domains", "chat", "math"}
     for row in rows:
         if row["policy"] == "plain":
             assert row["speedup"] == row["acceptance_length"] == row["verify_len"] == 1.0
@@ -73,11 +73,11 @@ def test_traces_and_a_roofline_make_a_table(place: Path, simulate: Callable[...,
     assert (one["concurrency"], four["concurrency"]) == (1, 4)
     # an 8 B target in bfloat16 through 4.8 TB/s, and a millisecond
     assert 0.0041 < one["plain_s"] < 0.0045 and one["draft_s"] < one["verify_whole_s"] < 1.2 * one["plain_s"]
-    plain = next(r for r in rows if (r["policy"], r["concurrency"], r["domain"]) == ("plain", 1, "all"))
+    plain = next(r for r in rows if (r["policy"], r["concurrency"], r["domain"]) == ("plain", 1, "all domains"))
     assert plain["tokens_per_s"] == pytest.approx(1 / one["plain_s"], rel=0.01)
     table = (place / "out/simulate/table.md").read_text()
     assert "computed, not measured" in table and "made up; target tiny@r0#0, drafter v7" in table
-    assert "| chat: speedup | τ | math: speedup | τ | all: speedup | τ |" in table
+    assert "| chat: speedup | τ | math: speedup | τ | all domains: speedup | τ |" in table
     for wording in ("plain decoding", "fixed, longest", "adaflash, γ = 1", "survival, best", "throughput"):
         assert wording in table
     # every line of a table has the cells of its head
@@ -104,7 +104,7 @@ def test_the_same_seed_gives_the_same_figures(place: Path, simulate: Callable[..
         assert simulate(*words, "--set", f"seed={seed}")[0] == 0
         found.append(metrics(place)["rows"])
     assert found[0] == found[1] != found[2]
-    (row,) = [r for r in found[0] if (r["policy"], r["domain"]) == ("adaflash", "all")]
+    (row,) = [r for r in found[0] if (r["policy"], r["domain"]) == ("adaflash", "all domains")]
     assert row["setting"] == "gamma 1.5" and 0 < row["running"] <= 2
     # the prompt is read first, in a pass of its own
     assert 0.003 < row["first_token_s"]["p50"] < row["latency_s"]["p50"]
@@ -118,7 +118,7 @@ def test_a_measured_table_is_used_and_its_end_is_said(
     words = ["--traces", "t.safetensors", "--costs", "costs.json", "--policies", "fixed:8"]
     code, printed = simulate(*words, "--concurrency", "1,4,16")
     assert code == 0 and "costs: measured table costs.json" in printed
-    rows = {(r["policy"], r["concurrency"]): r for r in metrics(place)["rows"] if r["domain"] == "all"}
+    rows = {(r["policy"], r["concurrency"]): r for r in metrics(place)["rows"] if r["domain"] == "all domains"}
     # rounds of 4 requests: 0.02 + 0.004 s plain; 0.004 + 0.02 + 0.032 s with whole blocks
     assert rows["plain", 4]["tokens_per_s"] == pytest.approx(4 / 0.024, rel=0.01)
     tau = rows["fixed", 4]["acceptance_length"]
