@@ -52,6 +52,22 @@ def summary(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
+def tuned(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
+    """The best setting of each concurrency, as `policy.gamma_by_load` and `policy.threshold_by_load` take it."""
+    found: dict[str, dict[int, float]] = {}
+    for policy, word in (("adaflash", "gamma"), ("survival", "threshold")):
+        tried = [r for r in rows if r["policy"] == policy and r["setting"].startswith(f"{word} ")]
+        best = {
+            load: max((r for r in tried if r["concurrency"] == load), key=lambda r: r["tokens_per_s"])
+            for load in sorted({r["concurrency"] for r in tried})
+        }
+        if best:
+            found[f"{word}_by_load"] = {
+                load: float(row["setting"].removeprefix(f"{word} ")) for load, row in best.items()
+            }
+    return found
+
+
 def markdown(title: str, rows: Sequence[Row], remarks: Sequence[str]) -> str:
     """Remarks, the table by method and concurrency with a pair of columns for each domain, and all settings."""
     domains = sorted({row["domain"] for row in rows} - {ALL})

@@ -15,7 +15,7 @@ from pipeline.models import load_drafter_for
 from pipeline.simulation.costs import DraftWork, RoundCosts, TableCosts, VerifyWork
 from pipeline.simulation.methods import available, read_methods, read_words
 from pipeline.simulation.record_traces import trace_of_record
-from pipeline.simulation.report import ALL, console_rows, markdown, plot
+from pipeline.simulation.report import ALL, console_rows, markdown, plot, tuned
 from pipeline.simulation.requests import Requests
 from pipeline.simulation.runs import Row, run_methods
 from pipeline.simulation.trace_file import TraceSet, load_traces, save_traces
@@ -116,6 +116,7 @@ def simulate(
             "costs": asdict(costs) | {"table": None if costs.table is None else str(costs.table)},
             "traffic": asdict(traffic) | {"concurrency": list(concurrency)},
             "rounds": [_round_seconds(round_costs, load, requests, found.block_size) for load in concurrency],
+            "tuned": tuned([row for row in rows if row["domain"] == ALL]),
             "rows": rows,
         }
         title = f"{config.name}: simulated serving"
@@ -128,6 +129,8 @@ def simulate(
             ["method", "C", "setting", "speedup", "tokens/s", "tau", "verify_len"],
             list(console_rows(rows)),
         )
+        for key, values in stage.result.metrics["tuned"].items():
+            say(f"best by load: policy.{key}={values}")
         for remark in remarks:
             say(remark)
         for note in sorted({f"{r['concurrency']} requests: {text}" for r in rows for text in r["notes"]}):

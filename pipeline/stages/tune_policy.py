@@ -19,7 +19,9 @@ from pipeline.models import load_drafter_for
 from pipeline.policy_walk import WalkResult, walk
 from pipeline.simulation.costs import TableCosts
 from pipeline.simulation.methods import every_method
+from pipeline.simulation.report import tuned
 from pipeline.simulation.requests import Requests
+from pipeline.simulation.runs import Row
 from pipeline.stages.context import open_stage
 from pipeline.stages.evaluate import heldout_documents, spread
 from serving_bridge.records import VerificationRecord
@@ -90,9 +92,15 @@ def tune_policy(
             acceptance_head=loaded.acceptance_head is not None,
             probe_every=config.policy.probe_every,
         )
+        rows: list[Row] = []
         for load in loads:
             results = [walk(method, requests, known, load, table) for method in tried]
-            stage.result.metrics[f"load_{load}"] = report(load, results)
+            reported = report(load, results)
+            stage.result.metrics[f"load_{load}"] = reported
+            rows += [{"concurrency": load} | row for row in reported["candidates"]]
+        stage.result.metrics["tuned"] = tuned(rows)
+        for key, values in stage.result.metrics["tuned"].items():
+            say(f"best by load: policy.{key}={values}")
         return stage.output
 
 

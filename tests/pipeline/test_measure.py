@@ -188,6 +188,10 @@ def test_policies_are_tuned_by_load(config: Config) -> None:
         assert [row["tokens_per_s"] for row in rows] == sorted(
             (r["tokens_per_s"] for r in rows), reverse=True
         )
+    assert {key: sorted(values) for key, values in result["tuned"].items()} == {
+        "gamma_by_load": ["1", "2"],
+        "threshold_by_load": ["1", "2"],
+    }
     # with costs handed in nothing is measured
     kept = (output / "costs.json").read_bytes()
     again = tune_policy(config, drafter=drafter, loads=(2,), costs=output / "costs.json")
@@ -215,7 +219,9 @@ def test_serving_is_simulated_from_replayed_texts(config: Config) -> None:
     made = rows(TraceSource(drafter=drafter))
     assert {row["policy"] for row in made} == {"plain", "fixed", "adaflash", "survival", "throughput"}
     assert {row["domain"] for row in made} == {"all domains", "math", "chat", "code"}
-    whole = next(r for r in made if (r["domain"], r["setting"], r["concurrency"]) == ("all domains", "length 4", 1))
+    whole = next(
+        r for r in made if (r["domain"], r["setting"], r["concurrency"]) == ("all domains", "length 4", 1)
+    )
     evaluated = json.loads((config.output / "evaluate" / "result.json").read_text())["metrics"]
     assert whole["acceptance_length"] == pytest.approx(evaluated["acceptance_length"])
     assert rows(TraceSource(config.output / "simulate" / "traces.safetensors")) == made

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.synthetic_traces import Process, draw
 from drafters.step_cost import StepCosts
 from pipeline.cli import main
+from pipeline.config import PolicyConfig
 from pipeline.simulation.trace_file import TraceSet, save_traces
 from serving_bridge.spool import SpoolWriter
 from tests.drafters.policy_samples import linear_costs
@@ -73,8 +74,17 @@ def test_traces_and_a_roofline_make_a_table(place: Path, simulate: Callable[...,
     assert (one["concurrency"], four["concurrency"]) == (1, 4)
     # an 8 B target in bfloat16 through 4.8 TB/s, and a millisecond
     assert 0.0041 < one["plain_s"] < 0.0045 and one["draft_s"] < one["verify_whole_s"] < 1.2 * one["plain_s"]
-    plain = next(r for r in rows if (r["policy"], r["concurrency"], r["domain"]) == ("plain", 1, "all domains"))
+    plain = next(
+        r for r in rows if (r["policy"], r["concurrency"], r["domain"]) == ("plain", 1, "all domains")
+    )
     assert plain["tokens_per_s"] == pytest.approx(1 / one["plain_s"], rel=0.01)
+    mixed = [r for r in rows if (r["policy"], r["domain"]) == ("adaflash", "all domains")]
+    best = {n: max((r for r in mixed if r["concurrency"] == n), key=lambda r: r["speedup"]) for n in (1, 4)}
+    gammas = PolicyConfig(gamma_by_load=found["tuned"]["gamma_by_load"]).gamma_by_load
+    assert {n: f"gamma {gamma:g}" for n, gamma in gammas.items()} == {
+        n: r["setting"] for n, r in best.items()
+    }
+    assert set(found["tuned"]["threshold_by_load"]) == {"1", "4"}
     table = (place / "out/simulate/table.md").read_text()
     assert "computed, not measured" in table and "made up; target tiny@r0#0, drafter v7" in table
     assert "| chat: speedup | τ | math: speedup | τ | all domains: speedup | τ |" in table
@@ -118,7 +128,9 @@ def test_a_measured_table_is_used_and_its_end_is_said(
     words = ["--traces", "t.safetensors", "--costs", "costs.json", "--policies", "fixed:8"]
     code, printed = simulate(*words, "--concurrency", "1,4,16")
     assert code == 0 and "costs: measured table costs.json" in printed
-    rows = {(r["policy"], r["concurrency"]): r for r in metrics(place)["rows"] if r["domain"] == "all domains"}
+    rows = {
+        (r["policy"], r["concurrency"]): r for r in metrics(place)["rows"] if r["domain"] == "all domains"
+    }
     # rounds of 4 requests: 0.02 + 0.004 s plain; 0.004 + 0.02 + 0.032 s with whole blocks
     assert rows["plain", 4]["tokens_per_s"] == pytest.approx(4 / 0.024, rel=0.01)
     tau = rows["fixed", 4]["acceptance_length"]
