@@ -295,6 +295,16 @@ def test_drafting_after_a_plain_round_catches_up() -> None:
     assert [t.rows for t in policy.told] == [B, B, 1] * 4
 
 
+def random_length_head(hidden_size: int) -> LengthHead:
+    """A head whose answers differ from block to block."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        head = LengthHead(hidden_size, 8)
+    with torch.no_grad():
+        head.out.weight.mul_(8.0)
+    return head
+
+
 def test_a_simulated_engine_decodes_what_the_real_one_does(tmp_path: Path) -> None:
     """Texts of two requests at a time by `decode_round`, with a γ that depends on how many run, against their simulation."""
     scene = make_scene(tmp_path, "llama")
@@ -302,7 +312,7 @@ def test_a_simulated_engine_decodes_what_the_real_one_does(tmp_path: Path) -> No
     hidden = plain.drafter.config.hidden_size
     loaded: LoadedDrafter = replace(
         plain,
-        length_head=LengthHead(hidden, 8),
+        length_head=random_length_head(hidden),
         acceptance_head=random_acceptance_head(hidden, BLOCK_SIZE, seed=3, weight=0.5),
     )
     assert loaded.length_head is not None and loaded.acceptance_head is not None
