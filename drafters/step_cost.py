@@ -110,6 +110,15 @@ class StepCosts:
         """About the most rows that a round has had; 0 before the first."""
         return max((rows for _, rows in self._verify.cells), default=0)
 
+    @property
+    def most_requests(self) -> int:
+        """The most requests that a round has had; 0 before the first."""
+        return max((requests for requests, _ in self._verify.cells), default=0)
+
+    def copy(self) -> StepCosts:
+        """A table that goes its own way from here, as if just observed."""
+        return StepCosts.from_json(self.to_json())
+
     def observe(self, timing: RoundTiming) -> None:
         """Learn from a finished round."""
         self.observe_verify(timing.rows, timing.requests, timing.verify_s)

@@ -40,6 +40,7 @@ class BlockTrace:
     accepted_A: NDArray[np.int64]
     ratio_A: NDArray[np.float64] | None
     survival_AD: NDArray[np.float64] | None
+    domain: str = "default"
 
 
 @torch.no_grad()
@@ -71,6 +72,7 @@ def trace_documents(
                 accepted_N[rows],
                 None if ratio_N is None else ratio_N[rows],
                 None if survival_ND is None else survival_ND[rows],
+                document.domain,
             )
 
 

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from drafters.errors import UserError
 from pipeline.cli_deploy import deploy_app
 from pipeline.cli_plan import plan
+from pipeline.cli_simulate import simulate
 from pipeline.cli_tools import config_app, doctor
 from pipeline.invocation import (
     ConfigArgument,
@@ -36,7 +37,7 @@ WHOLE = "The whole loop"
 TOOLS = "Tools"
 ORDER = (
     "data", "train", "prune", "distill", "fit-length-head", "evaluate", "deploy", "retrain", "run", "plan", "tune-policy",
-    "config", "doctor",
+    "simulate", "config", "doctor",
 )  # fmt: skip
 EPILOG = """\
 The loop: [bold]data regenerate → train → (prune) → distill → fit-length-head → evaluate → deploy[/bold], then \
@@ -75,6 +76,7 @@ retrain_app = typer.Typer(no_args_is_help=True, help="Online rounds for schedule
 app.add_typer(retrain_app, name="retrain", rich_help_panel=STAGES)
 app.add_typer(config_app, name="config", rich_help_panel=TOOLS)
 command(app, "plan", TOOLS)(plan)
+command(app, "simulate", TOOLS)(simulate)
 command(app, "doctor", TOOLS)(doctor)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from drafters.acceptance_head import AcceptanceHead
 from drafters.checkpoint import LoadedDrafter
 from drafters.errors import UserError
+from drafters.length_head import LengthHead
 from drafters.policies import AdaFlashPolicy, FixedPolicy, LengthPolicy
 from drafters.step_cost import StepCosts
 from drafters.survival_policy import SurvivalPolicy
@@ -30,20 +32,36 @@ def make_policy(config: PolicyConfig, loaded: LoadedDrafter, costs: StepCosts | 
         UserError: when the drafter lacks the head that the policy rests on.
     """
     device = next(loaded.drafter.parameters()).device
+    if config.name in _BY_ACCEPTANCE and loaded.acceptance_head is None:
+        raise UserError(
+            f"policy.name: {config.name} needs an acceptance head, and drafter {loaded.drafter_version} has none; fit one "
+            "with fit-length-head (length_head.acceptance: true), or choose fixed or adaflash"
+        )
+    length_head, acceptance_head = loaded.length_head, loaded.acceptance_head
+    return policy_with(
+        config,
+        None if length_head is None else length_head.to(device),
+        None if acceptance_head is None else acceptance_head.to(device),
+        costs,
+    )
+
+
+def policy_with(
+    config: PolicyConfig,
+    length_head: LengthHead | None,
+    acceptance_head: AcceptanceHead | None,
+    costs: StepCosts | None = None,
+) -> LengthPolicy:
+    """The configured length policy over these heads; see `make_policy`."""
     if config.name in _BY_ACCEPTANCE:
-        if loaded.acceptance_head is None:
-            raise UserError(
-                f"policy.name: {config.name} needs an acceptance head, and drafter {loaded.drafter_version} has none; fit one "
-                "with fit-length-head (length_head.acceptance: true), or choose fixed or adaflash"
-            )
-        head = loaded.acceptance_head.to(device)
+        assert acceptance_head is not None
         if config.name == "survival":
-            return SurvivalPolicy(head, config.threshold, config.threshold_by_load)
-        return ThroughputPolicy(head, costs, probe_every=config.probe_every)
-    if config.name == "fixed" or loaded.length_head is None:
+            return SurvivalPolicy(acceptance_head, config.threshold, config.threshold_by_load)
+        return ThroughputPolicy(acceptance_head, costs, probe_every=config.probe_every)
+    if config.name == "fixed" or length_head is None:
         return FixedPolicy(config.length)
     return AdaFlashPolicy(
-        loaded.length_head.to(device),
+        length_head,
         gamma=config.gamma,
         gamma_by_load=config.gamma_by_load,
         off_below_load=config.off_below_load,

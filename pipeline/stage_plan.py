@@ -25,6 +25,7 @@ OUTPUTS = {
     "prune": ["prune"],
     "evaluate": ["evaluate"],
     "tune-policy": ["tune_policy"],
+    "simulate": ["simulate"],
     "deploy": ["deploy"],
     "run": ["responses", "train", "distill", "length_head", "evaluate", "deploy", "online"],
 }
@@ -36,6 +37,7 @@ DRAFTER_SOURCES = {
     "fit-length-head": ["distill", "prune", "train"],
     "evaluate": ["length_head", "distill", "prune", "train"],
     "tune-policy": ["length_head", "distill", "prune", "train"],
+    "simulate": ["length_head", "distill", "prune", "train"],
     "deploy": ["length_head", "distill", "prune", "train"],
 }
 """Stages whose drafter a command takes when `--drafter` is not given, latest stage first."""

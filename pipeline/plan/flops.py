@@ -56,11 +56,11 @@ def target_flops(step: Step, models: Models) -> int:
     size, arch, tokens = models.target_size, models.target, step.tokens
     products = 2 * tokens * (size.matrices - size.idle_matrices)
     attention = 4 * tokens * tokens * arch.query_width * sum(arch.full_attention)
-    return products + attention + tokens * _delta_flops(arch) * (arch.layers - sum(arch.full_attention))
+    return products + attention + tokens * delta_flops(arch) * (arch.layers - sum(arch.full_attention))
 
 
-def _delta_flops(arch: Architecture) -> int:
-    """FLOPs per token of Gated DeltaNet's rule: products inside a chunk, and with the state."""
+def delta_flops(arch: Architecture) -> int:
+    """FLOPs per token and layer of Gated DeltaNet's rule: products inside a chunk, and with the state."""
     if arch.linear is None:
         return 0
     linear = arch.linear

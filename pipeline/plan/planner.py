@@ -70,13 +70,12 @@ def make_plan(
     if device == "cpu" and gpus > 1:
         raise UserError(f"--gpus: {gpus} of device cpu; a CPU is one device")
     models = models_of(config)
-    target_bytes, mixed = _formats(config, stage, device)
     step = step_of(
         config,
         stage,
         vocabulary=models.target.vocab,
-        target_bytes=target_bytes,
-        mixed=mixed,
+        target_bytes=target_bytes(config, device),
+        mixed=_mixed(config, stage, device),
         document_tokens=document_tokens,
     )
     found = find_device(device)
@@ -85,15 +84,24 @@ def make_plan(
     return Plan(config.name, stage, found, models, step, outcomes, _notes(models, step, row_tokens))
 
 
-def _formats(config: Config, stage: Stage, device: str) -> tuple[Literal[2, 4], bool]:
-    """Bytes of an element of the target, and whether the drafter's products are in bfloat16."""
+def target_bytes(config: Config, device: str) -> Literal[2, 4]:
+    """Bytes of an element of the target on that device."""
     dtype: str = config.target.dtype
+    if device == "cpu":
+        from pipeline.hardware import resolve_dtype
+
+        dtype = resolve_dtype(dtype)
+    return 4 if dtype == "float32" else 2
+
+
+def _mixed(config: Config, stage: Stage, device: str) -> bool:
+    """Whether the drafter's products are in bfloat16."""
     precision: str = getattr(config, stage).precision
     if device == "cpu":
-        from pipeline.hardware import resolve_dtype, resolve_precision
+        from pipeline.hardware import resolve_precision
 
-        dtype, precision = resolve_dtype(dtype), resolve_precision(precision)
-    return 4 if dtype == "float32" else 2, precision != "32-true"
+        precision = resolve_precision(precision)
+    return precision != "32-true"
 
 
 def _outcome(stage: Stage, step: Step, models: Models, strategy: Strategy, device: Device) -> Outcome:

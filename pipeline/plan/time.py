@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.plan.activations import FLOAT
+from pipeline.plan.architecture import Architecture
 from pipeline.plan.devices import Device
 from pipeline.plan.flops import (
     drafter_flops,
@@ -18,6 +19,7 @@ from pipeline.plan.flops import (
 from pipeline.plan.loss_memory import chunks, head_bytes
 from pipeline.plan.memory import Memory
 from pipeline.plan.models import Models
+from pipeline.plan.sizes import ModelSize
 from pipeline.plan.step import Step
 from pipeline.plan.strategy import Strategy
 
@@ -94,20 +96,28 @@ def time_of(
 
 
 def target_moved(step: Step, models: Models) -> float:
-    """Bytes of the target's forward: the weights that any token needs, and each layer's tensors written and read.
+    """Bytes of the target's forward."""
+    return forward_moved(models.target, models.target_size, step.tokens, step.target_bytes)
+
+
+def forward_moved(arch: Architecture, size: ModelSize, tokens: int, element_bytes: int) -> float:
+    """Bytes of a forward without head and cache: the weights that any token needs, and each layer's tensors written and read.
 
     T tokens that choose k of E experts at random leave out E·(1 - k/E)^T of them.
     """
-    arch, size = models.target, models.target_size
     touched: float = size.matrices
     width = arch.intermediate
     if arch.experts is not None:
         experts = arch.experts
-        unmet_share = (1 - experts.active / experts.held) ** step.tokens
+        unmet_share = (1 - experts.active / experts.held) ** tokens
         touched -= unmet_share * size.idle_matrices * experts.held / max(1, experts.held - experts.active)
         width = experts.active * experts.intermediate
-    elements = 6 * arch.hidden + 3 * arch.query_width + 4 * arch.kv_width + 4 * width
-    return step.target_bytes * (touched + 2 * step.tokens * arch.layers * elements)
+    return element_bytes * (touched + 2 * tokens * arch.layers * layer_elements(arch, width))
+
+
+def layer_elements(arch: Architecture, intermediate: int) -> int:
+    """Elements of the tensors of a token in a layer."""
+    return 6 * arch.hidden + 3 * arch.query_width + 4 * arch.kv_width + 4 * intermediate
 
 
 def loss_moved(step: Step, models: Models) -> int:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ from pipeline.measure import acceptance_summary, decoding_speed
 from pipeline.models import load_drafter_for, load_target
 from pipeline.policies import make_policy
 from pipeline.stages.context import Stage, open_stage
+
+Item = TypeVar("Item")
 
 
 def evaluate_drafter(config: Config, *, drafter: Path, lossless: bool = True) -> Path:
@@ -141,11 +143,11 @@ def lossless_in_float32(
     return check_lossless(config, bundle, directories, chosen, LosslessReport())
 
 
-def spread(documents: Sequence[Document], count: int) -> list[Document]:
-    """`count` documents taken evenly over the sequence, hence over its domains."""
-    if count >= len(documents):
-        return list(documents)
-    return [documents[i * len(documents) // count] for i in range(count)]
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """`count` items, documents mostly, taken evenly over the sequence, hence over its domains."""
+    if count >= len(items):
+        return list(items)
+    return [items[i * len(items) // count] for i in range(count)]
 
 
 def write_heldout(path: Path, documents: Sequence[Document]) -> None:

@@ -16,9 +16,15 @@ from pipeline.config import Config
 from pipeline.console import say, show_table
 from pipeline.measure_costs import measure_costs
 from pipeline.models import load_drafter_for
-from pipeline.policy_walk import RoundCosts, WalkResult, candidates, walk
+from pipeline.policy_walk import WalkResult, walk
+from pipeline.simulation.costs import TableCosts
+from pipeline.simulation.methods import every_method
+from pipeline.simulation.report import tuned
+from pipeline.simulation.requests import Requests
+from pipeline.simulation.runs import Row
 from pipeline.stages.context import open_stage
 from pipeline.stages.evaluate import heldout_documents, spread
+from serving_bridge.records import VerificationRecord
 from serving_bridge.transports import LogPlace, open_reader
 
 MEASURED_ROUNDS = 60
@@ -79,27 +85,39 @@ def tune_policy(
         with stage.result.section("replay"):
             traces = list(trace_documents(loaded, target, documents))
         say(f"{len(traces)} texts, {sum(len(t.row_of) for t in traces)} blocks")
-        block_size = loaded.drafter.block_size
-        tried = candidates(
-            block_size,
+        requests, known = Requests.of(traces, loaded.drafter.block_size), TableCosts(table)
+        tried = every_method(
+            requests.block_size,
             length_head=loaded.length_head is not None,
             acceptance_head=loaded.acceptance_head is not None,
+            probe_every=config.policy.probe_every,
         )
+        rows: list[Row] = []
         for load in loads:
-            round_costs = RoundCosts.of(table, load, block_size)
-            results = [walk(candidate, traces, round_costs) for candidate in tried]
-            stage.result.metrics[f"load_{load}"] = report(load, results)
+            results = [walk(method, requests, known, load, table) for method in tried]
+            reported = report(load, results)
+            stage.result.metrics[f"load_{load}"] = reported
+            rows += [{"concurrency": load} | row for row in reported["candidates"]]
+        stage.result.metrics["tuned"] = tuned(rows)
+        for key, values in stage.result.metrics["tuned"].items():
+            say(f"best by load: policy.{key}={values}")
         return stage.output
 
 
-def served_documents(log: LogPlace, target_id: str, max_length: int) -> Iterator[Document]:
-    """Greedy texts of the log; nothing is committed, so no reader is registered and none is held up."""
+def greedy_records(log: LogPlace) -> Iterator[VerificationRecord]:
+    """Greedy records of the log; nothing is committed, so no reader is registered and none is held up."""
     reader = open_reader(log, "tune-policy", quarantine=False)
     while deliveries := reader.read(_READ):
         for delivery in deliveries:
-            record = delivery.record
-            if record.target_id == target_id and record.sampling.temperature == 0:
-                yield record_to_document(record).truncated(max_length)
+            if delivery.record.sampling.temperature == 0:
+                yield delivery.record
+
+
+def served_documents(log: LogPlace, target_id: str, max_length: int) -> Iterator[Document]:
+    """Greedy texts of the log that this target wrote."""
+    for record in greedy_records(log):
+        if record.target_id == target_id:
+            yield record_to_document(record).truncated(max_length)
 
 
 def read_costs(path: Path) -> StepCosts:
@@ -119,8 +137,8 @@ def report(load: int, results: Sequence[WalkResult]) -> dict[str, Any]:
     ordered = sorted(results, key=lambda result: -result.tokens_per_s.point)
     rows = [
         {
-            "policy": result.candidate.name,
-            "setting": result.candidate.setting,
+            "policy": result.method.name,
+            "setting": result.method.setting,
             "verify_len": result.verify_len,
             "acceptance_length": result.acceptance_length,
             "tokens_per_s": result.tokens_per_s.point,
@@ -131,12 +149,12 @@ def report(load: int, results: Sequence[WalkResult]) -> dict[str, Any]:
     ]
     best = ordered[0]
     show_table(
-        f"{load} requests: {best.candidate.name} {best.candidate.setting}".rstrip(),
+        f"{load} requests: {best.method.name} {best.method.setting}".rstrip(),
         ["policy", "setting", "mean verify_len", "tau", "tokens/s", "low", "high"],
         [
             [
-                r.candidate.name,
-                r.candidate.setting,
+                r.method.name,
+                r.method.setting,
                 f"{r.verify_len:.2f}",
                 f"{r.acceptance_length:.3f}",
                 f"{r.tokens_per_s.point:.1f}",

@@ -19,8 +19,10 @@ from pipeline.corpus import conversations, load_documents, train_and_validation
 from pipeline.lossless import LosslessReport, check_lossless
 from pipeline.measure import acceptance_summary
 from pipeline.models import TargetBundle, load_target
+from pipeline.simulation.traffic import Traffic
 from pipeline.stages.evaluate import spread
 from pipeline.stages.length_head import fit_length_head
+from pipeline.stages.simulate import CostSource, TraceSource, simulate
 from pipeline.stages.tune_policy import tune_policy
 from serving_bridge.local_engine import LocalEngine
 from serving_bridge.server import SwapError
@@ -186,6 +188,10 @@ def test_policies_are_tuned_by_load(config: Config) -> None:
         assert [row["tokens_per_s"] for row in rows] == sorted(
             (r["tokens_per_s"] for r in rows), reverse=True
         )
+    assert {key: sorted(values) for key, values in result["tuned"].items()} == {
+        "gamma_by_load": ["1", "2"],
+        "threshold_by_load": ["1", "2"],
+    }
     # with costs handed in nothing is measured
     kept = (output / "costs.json").read_bytes()
     again = tune_policy(config, drafter=drafter, loads=(2,), costs=output / "costs.json")
@@ -195,3 +201,27 @@ def test_policies_are_tuned_by_load(config: Config) -> None:
     assert {(r["policy"], r["setting"]): r["tokens_per_s"] for r in repeated} == pytest.approx(
         first, rel=0.05
     )
+
+
+def test_serving_is_simulated_from_replayed_texts(config: Config) -> None:
+    """With costs that were measured here, through every policy, and again from the traces that it left."""
+    drafter = config.output / "length_head" / "drafter"
+    table = tune_policy(config, drafter=drafter, loads=(1, 2)) / "costs.json"
+
+    def rows(source: TraceSource) -> list[dict[str, float]]:
+        output = simulate(
+            config, source=source, costs=CostSource(table), traffic=Traffic(1), concurrency=(1, 2)
+        )
+        metrics = json.loads((output / "result.json").read_text())["metrics"]
+        found: list[dict[str, float]] = metrics["rows"]
+        return found
+
+    made = rows(TraceSource(drafter=drafter))
+    assert {row["policy"] for row in made} == {"plain", "fixed", "adaflash", "survival", "throughput"}
+    assert {row["domain"] for row in made} == {"all domains", "math", "chat", "code"}
+    whole = next(
+        r for r in made if (r["domain"], r["setting"], r["concurrency"]) == ("all domains", "length 4", 1)
+    )
+    evaluated = json.loads((config.output / "evaluate" / "result.json").read_text())["metrics"]
+    assert whole["acceptance_length"] == pytest.approx(evaluated["acceptance_length"])
+    assert rows(TraceSource(config.output / "simulate" / "traces.safetensors")) == made

@@ -25,14 +25,17 @@ from drafters.survival_policy import SurvivalPolicy
 from drafters.verify import SamplingParams
 from pipeline.block_traces import BlockTrace, trace_documents
 from pipeline.measure_costs import measure_costs
-from pipeline.policy_walk import Candidate, RoundCosts, candidates, walk
+from pipeline.policy_walk import walk
+from pipeline.simulation.methods import Method, every_method
+from pipeline.simulation.requests import Requests
 from pipeline.stages.tune_policy import read_costs, served_documents
 from serving_bridge.spool import SpoolWriter
-from tests.drafters.policy_samples import random_acceptance_head
+from tests.drafters.policy_samples import linear_costs, random_acceptance_head
+from tests.pipeline.cost_samples import LinearCosts
 from tests.serving_bridge.record_samples import make_record
 from tests.serving_bridge.tiny_serving import BLOCK_SIZE, Scene, make_scene
 
-UNIT = RoundCosts(1, 0.5, 1.0 + 0.1 * np.arange(1, BLOCK_SIZE + 1))
+UNIT = LinearCosts(fixed=1.0, row=0.1, draft=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -49,22 +52,22 @@ def loaded(scene: Scene) -> LoadedDrafter:
 
 
 @pytest.fixture(scope="module")
-def traces(scene: Scene, loaded: LoadedDrafter) -> list[BlockTrace]:
-    return list(trace_documents(loaded, scene.target, scene.documents))
+def requests(scene: Scene, loaded: LoadedDrafter) -> Requests:
+    return Requests.of(list(trace_documents(loaded, scene.target, scene.documents)), BLOCK_SIZE)
 
 
-def find(name: str, setting: str = "") -> Candidate:
-    every = candidates(BLOCK_SIZE, length_head=True, acceptance_head=True)
+def find(name: str, setting: str = "") -> Method:
+    every = every_method(BLOCK_SIZE, length_head=True, acceptance_head=True)
     (found,) = [c for c in every if (c.name, c.setting) == (name, setting)]
     return found
 
 
 def test_whole_blocks_give_replayed_acceptance(
-    scene: Scene, loaded: LoadedDrafter, traces: list[BlockTrace]
+    scene: Scene, loaded: LoadedDrafter, requests: Requests
 ) -> None:
     tau = total_acceptance_length(replay(loaded.drafter, scene.target, scene.documents))
     assert tau > 1.2
-    result = walk(find("fixed", f"length {BLOCK_SIZE}"), traces, UNIT)
+    result = walk(find("fixed", f"length {BLOCK_SIZE}"), requests, UNIT, 1)
     assert result.acceptance_length == pytest.approx(tau)
     assert result.verify_len == BLOCK_SIZE
     # every round costs 0.5 + 1 + 0.1·B
@@ -73,15 +76,15 @@ def test_whole_blocks_give_replayed_acceptance(
 
 
 def test_other_policies_are_walked_from_their_own_round_starts(
-    scene: Scene, loaded: LoadedDrafter, traces: list[BlockTrace]
+    scene: Scene, loaded: LoadedDrafter, requests: Requests
 ) -> None:
     assert loaded.acceptance_head is not None and loaded.length_head is not None
-    cases: list[tuple[Candidate, LengthPolicy]] = [
+    cases: list[tuple[Method, LengthPolicy]] = [
         (find("fixed", "length 2"), FixedPolicy(2)),
         (find("survival", "threshold 0.4"), SurvivalPolicy(loaded.acceptance_head, 0.4)),
         (find("adaflash", "gamma 1.5"), AdaFlashPolicy(loaded.length_head, 1.5)),
     ]
-    for candidate, policy in cases:
+    for method, policy in cases:
         committed = rounds = rows = 0
         for document, text in zip(scene.documents, scene.outputs, strict=True):
             prompt, _ = document.prompt_and_output()
@@ -92,10 +95,10 @@ def test_other_policies_are_walked_from_their_own_round_starts(
             rounds += len(session.rounds)
             rows += sum(r.verify_len for r in session.rounds)
             committed += sum(r.committed for r in session.rounds)
-        result = walk(candidate, traces, UNIT)
-        assert result.acceptance_length == pytest.approx(committed / rounds), candidate.name
-        assert result.verify_len == pytest.approx(rows / rounds), candidate.name
-        if candidate.name == "survival":
+        result = walk(method, requests, UNIT, 1)
+        assert result.acceptance_length == pytest.approx(committed / rounds), method.name
+        assert result.verify_len == pytest.approx(rows / rounds), method.name
+        if method.name == "survival":
             assert 1 < result.verify_len < BLOCK_SIZE and result.verify_len % 1
 
 
@@ -114,30 +117,33 @@ def oracle(seed: int, count: int = 24, length: int = 30) -> list[BlockTrace]:
 
 @pytest.mark.parametrize("load", [1, 4])
 @pytest.mark.parametrize("row", [0.01, 0.2, 0.6])
-def test_with_foresight_no_candidate_beats_the_joint_choice(load: int, row: float) -> None:
-    verify_s = 1.0 + row * np.arange(load, load * BLOCK_SIZE + 1)
-    costs = RoundCosts(load, 0.2, verify_s)
-    every = candidates(BLOCK_SIZE, length_head=False, acceptance_head=True)
-    assert {c.name for c in every} == {"plain", "fixed", "survival", "throughput"}
-    rates = {c: walk(c, oracle(0), costs).tokens_per_s.point for c in every}
-    best = max(rate for c, rate in rates.items() if c.name not in ("throughput", "plain"))
-    (joint,) = [rate for c, rate in rates.items() if c.name == "throughput"]
-    assert joint > 0.995 * best
+def test_with_foresight_no_method_beats_the_joint_choice(load: int, row: float) -> None:
+    costs = LinearCosts(fixed=1.0, row=row, draft=0.2)
+    table = linear_costs(fixed=1.0, row=row, draft=0.2, block_size=BLOCK_SIZE)
+    every = every_method(BLOCK_SIZE, length_head=False, acceptance_head=True, probe_every=10_000)
+    assert {m.name for m in every} == {"plain", "fixed", "survival", "throughput"}
+    requests = Requests.of(oracle(0), BLOCK_SIZE)
+    rates = [(m.name, walk(m, requests, costs, load, table).tokens_per_s.point) for m in every]
+    best = max(rate for name, rate in rates if name != "throughput")
+    (joint,) = [rate for name, rate in rates if name == "throughput"]
+    assert joint > 0.99 * best
+    # what it learns in one walk is not known in the next
+    assert table.observed == linear_costs(fixed=1.0, row=row, draft=0.2, block_size=BLOCK_SIZE).observed
     # plain decoding: one token for each request in one pass, without drafting
-    (plain,) = [rate for c, rate in rates.items() if c.name == "plain"]
-    assert plain == pytest.approx(load / verify_s[0])
+    (plain,) = [rate for name, rate in rates if name == "plain"]
+    assert plain == pytest.approx(load / (1.0 + row * load))
 
 
 def test_rounds_stay_full_and_every_text_is_served() -> None:
     """Five requests at a time over four texts of unlike length: the round's cost is shared, none goes idle."""
     traces = [*oracle(1, 3, 30), *oracle(2, 1, 90)]
-    costs = RoundCosts(5, 0.0, np.full(5 * BLOCK_SIZE - 4, 2.0))
-    result = walk(find("fixed", f"length {BLOCK_SIZE}"), traces, costs)
+    costs = LinearCosts(fixed=2.0, row=0.0, draft=0.0)
+    result = walk(find("fixed", f"length {BLOCK_SIZE}"), Requests.of(traces, BLOCK_SIZE), costs, 5)
     # whatever the lengths, a full round of 2 s commits 5·τ tokens
     assert result.tokens_per_s.point == pytest.approx(5 * result.acceptance_length / 2.0)
     assert result.verify_len == BLOCK_SIZE
-    with pytest.raises(ValueError, match="no text"):
-        walk(find("plain"), [replace(traces[0], spans=[])], costs)
+    with pytest.raises(UserError, match="no traced text has a round"):
+        Requests.of([replace(traces[0], spans=[])], BLOCK_SIZE)
 
 
 def test_texts_come_from_greedy_records_of_this_target_only(tmp_path: Path) -> None:
