@@ -13,6 +13,7 @@ import pytest
 
 import pipeline.online
 import pipeline.release
+from datamodules.streaming import RoundWindow
 from drafters.errors import UserError
 from pipeline.canary import CanaryVerdict
 from pipeline.config import CanaryConfig
@@ -140,7 +141,8 @@ def settle(publisher: OnlinePublisher, quality: float, round_index: int = 0, see
     module: Any = SimpleNamespace(
         drafter=drafter_of(quality, seed), target=tiny_target(), length_head=None, acceptance_head=None
     )
-    stream = SimpleNamespace(holdout=documents(6, "code", "held"), counts={"admitted": 9})
+    window = RoundWindow(1.7e9, 1.7e9 + 60, {"code": 9})
+    stream = SimpleNamespace(holdout=documents(6, "code", "held"), counts={"admitted": 9}, window=window)
     datamodule: Any = SimpleNamespace(stream=stream)
     publisher.publish(module, datamodule, round_index)
 

@@ -1,0 +1,85 @@
+"""`draftsmith retrain`: one round for a scheduler, and the scheduler."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drafters.errors import UserError
+from pipeline.invocation import (
+    ConfigArgument,
+    Invocation,
+    OutputOption,
+    ServeOption,
+    SetOption,
+    SpoolOption,
+    command,
+)
+
+retrain_app = typer.Typer(no_args_is_help=True, help="Retrain when traffic drifts: once, or on a schedule.")
+
+FailuresOnlyOption = Annotated[
+    bool,
+    typer.Option(
+        "--failures-only",
+        show_default=False,
+        help="Exit with 0 for 3, 4 and 5 too, for schedulers that take every other code for a failure.",
+    ),
+]
+
+
+@command(retrain_app, "run-once")
+def run_once(
+    config: ConfigArgument,
+    assignments: SetOption = None,
+    output: OutputOption = None,
+    spool: SpoolOption = None,
+    serve: ServeOption = None,
+    failures_only: FailuresOnlyOption = False,
+) -> None:
+    """Look for drift, and run one online round if there is reason to.
+
+    Reads what traffic left since the last round: how much, how well the champion drafts it, and how its domains have
+    shifted. With enough new records and a reason (retrain.*), trains, gates, registers, swaps and watches one challenger;
+    otherwise says why not and leaves the records for the next call. A lock keeps two calls, or a call and a running
+    distill --online, apart; a call that was killed is continued by the next.
+
+    Exit codes: 0 a challenger is champion (or waits for promotion, retrain.deploy), 2 bad input, 3 nothing to do, 4 the
+    gate or the canary turned the challenger down, 5 another trainer works here, 6 servers did not take it.
+
+    Writes OUTPUT/retrain/result.json and OUTPUT/online.
+
+    Example: draftsmith retrain run-once mine.yaml --spool /var/spool/draftsmith --serve http://127.0.0.1:30000
+    """
+    from pipeline.lock import Locked
+
+    call = Invocation(config, assignments, output, False)
+    log = _log(call, spool, "run-once")
+    code = 0
+
+    def stage() -> Path:
+        from pipeline.fleet import connect
+        from pipeline.stages.retrain import FAILURES, retrain_once
+
+        nonlocal code
+        done = retrain_once(call.config, log=log, servers=connect(call.config, serve or []))
+        code = 0 if failures_only and done.outcome not in FAILURES else int(done.outcome)
+        return done.output
+
+    try:
+        call.execute("retrain run-once", stage, then=None)
+    except Locked as error:
+        print(f"locked: {error}", file=sys.stderr)
+        raise typer.Exit(0 if failures_only else 5) from None
+    if code:
+        raise typer.Exit(code)
+
+
+def _log(call: Invocation, spool: str | None, name: str) -> str:
+    log = spool or call.config.sglang.log
+    if log is None:
+        raise UserError(f"retrain {name}: needs --spool DIR or redis://…, or sglang.log in the config")
+    return log
