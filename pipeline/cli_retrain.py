@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -54,8 +56,6 @@ def run_once(
 
     Example: draftsmith retrain run-once mine.yaml --spool /var/spool/draftsmith --serve http://127.0.0.1:30000
     """
-    from pipeline.lock import Locked
-
     call = Invocation(config, assignments, output, False)
     log = _log(call, spool, "run-once")
     code = 0
@@ -69,13 +69,75 @@ def run_once(
         code = 0 if failures_only and done.outcome not in FAILURES else int(done.outcome)
         return done.output
 
-    try:
+    with _locked_as(0 if failures_only else 5):
         call.execute("retrain run-once", stage, then=None)
-    except Locked as error:
-        print(f"locked: {error}", file=sys.stderr)
-        raise typer.Exit(0 if failures_only else 5) from None
     if code:
         raise typer.Exit(code)
+
+
+@command(retrain_app, "schedule")
+def schedule(
+    config: ConfigArgument,
+    assignments: SetOption = None,
+    output: OutputOption = None,
+    spool: SpoolOption = None,
+    serve: ServeOption = None,
+    upcoming: Annotated[
+        bool, typer.Option("--next", show_default=False, help="Print the next five starts, and stop.")
+    ] = False,
+) -> None:
+    """Run `retrain run-once` on a schedule, until SIGTERM.
+
+    schedule.cron or schedule.every_minutes says when. Each run is a process of its own: its memory is given back, and a crash
+    does not end the schedule. Runs never overlap. Starts missed while the scheduler was down are made up for by one, within
+    schedule.misfire_grace_s. SIGTERM waits for the run under way.
+
+    Needs the extra: pip install 'draftsmith[schedule]'. Writes OUTPUT/schedule, which is private: its job store holds pickled
+    jobs.
+
+    Example: draftsmith retrain schedule mine.yaml --spool /var/spool/draftsmith --set schedule.cron="30 3 * * *"
+    """
+    call = Invocation(config, assignments, output, False)
+    log = _log(call, spool, "schedule")
+    settings = call.config.schedule
+    if upcoming:
+        from datetime import UTC, datetime
+
+        from pipeline.schedule.rhythm import next_times
+
+        for moment in next_times(settings, 5, datetime.now(UTC)):
+            typer.echo(moment.strftime("%a %Y-%m-%d %H:%M:%S %z"))
+        return
+    from pipeline.schedule.service import serve as serve_schedule
+    from pipeline.schedule.service import stop_on_signals
+
+    with _locked_as(5), stop_on_signals() as stop:
+        serve_schedule(call.config, _run_once_command(call, log, serve or []), stop)
+
+
+@contextmanager
+def _locked_as(code: int) -> Iterator[None]:
+    """Exit with this code where another process holds the lock."""
+    from pipeline.lock import Locked
+
+    try:
+        yield
+    except Locked as error:
+        print(f"locked: {error}", file=sys.stderr)
+        raise typer.Exit(code) from None
+
+
+def _run_once_command(call: Invocation, log: str, serve: list[str]) -> list[str]:
+    """The command line of one run, with this interpreter. -P: a folder `pipeline` where it starts is not ours."""
+    source = call.source.absolute() if call.source.is_file() else call.source
+    words = [sys.executable, "-P", "-m", "pipeline", "retrain", "run-once", str(source), "--spool", log]
+    for assignment in call.assignments or []:
+        words += ["--set", assignment]
+    if call.output is not None:
+        words += ["--output", str(call.output)]
+    for url in serve:
+        words += ["--serve", url]
+    return words
 
 
 def _log(call: Invocation, spool: str | None, name: str) -> str:

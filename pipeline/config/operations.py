@@ -72,14 +72,21 @@ class ScheduleConfig(Section):
         description="Five fields as in crontab, such as `30 3 * * 1-5`; give this or every_minutes.",
     )
     every_minutes: float | None = Field(
-        None, gt=0, description="Minutes from one start to the next; give this or cron."
+        None,
+        gt=0,
+        description="Minutes from one start to the next, counted from midnight UTC of 1970-01-01; give this or cron.",
     )
     timezone: str = Field("UTC", description="Of the cron fields: an IANA name such as Europe/Berlin.")
-    jitter_s: int = Field(0, ge=0, description="Starts are moved by up to so many seconds, at random.")
+    jitter_s: int = Field(
+        0,
+        ge=0,
+        description="Starts come up to so many seconds later, at random; with every_minutes that adds up.",
+    )
     misfire_grace_s: int = Field(
         3600,
         ge=1,
-        description="A start missed while the scheduler was down or busy is made up for within this time; several count as one.",
+        description="A start missed while the scheduler was down is made up for within this time; several count as one. One that "
+        "falls into a run is left out.",
     )
     kill_after_minutes: float | None = Field(
         None,

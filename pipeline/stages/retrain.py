@@ -141,11 +141,13 @@ def observe(
     lineage = registry.lineage(champion.version) or Lineage()
     unmeasured = {}
     tau = shift = None
+    comparable = sum(document.domain in lineage.baseline for document in found.recent)
     if not lineage.baseline:
         unmeasured["tau"] = f"version {champion.version} has no record of its τ by domain"
-    elif len(found.recent) < settings.min_documents:
+    elif comparable < settings.min_documents:
         unmeasured["tau"] = (
-            f"only {len(found.recent)} recent held-out records, {settings.min_documents} are needed to measure τ"
+            f"only {comparable} recent held-out records of domains with a baseline, {settings.min_documents} are needed to "
+            "measure τ"
         )
     else:
         tau = tau_drift(
@@ -154,7 +156,7 @@ def observe(
             confidence=settings.confidence,
             seed=stage.config.seed,
         )
-        unmeasured["tau"] = "no recent held-out record is of a domain with a baseline"
+        unmeasured["tau"] = "no recent held-out record has a round"
     if lineage.data is None or not lineage.data.domains:
         unmeasured["shift"] = f"version {champion.version} has no record of its data's domains"
     else:
