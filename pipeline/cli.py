@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from drafters.errors import UserError
 from pipeline.cli_deploy import deploy_app
 from pipeline.cli_plan import plan
+from pipeline.cli_registry import registry_app
 from pipeline.cli_retrain import retrain_app
 from pipeline.cli_tools import config_app, doctor
 from pipeline.invocation import (
@@ -37,7 +38,7 @@ WHOLE = "The whole loop"
 TOOLS = "Tools"
 ORDER = (
     "data", "train", "prune", "distill", "fit-length-head", "evaluate", "deploy", "retrain", "run", "plan", "tune-policy",
-    "config", "doctor",
+    "registry", "config", "doctor",
 )  # fmt: skip
 EPILOG = """\
 The loop: [bold]data regenerate → train → (prune) → distill → fit-length-head → evaluate → deploy[/bold], then \
@@ -73,6 +74,7 @@ data_app = typer.Typer(
 app.add_typer(data_app, name="data", rich_help_panel=STAGES)
 app.add_typer(deploy_app, name="deploy", rich_help_panel=STAGES)
 app.add_typer(retrain_app, name="retrain", rich_help_panel=STAGES)
+app.add_typer(registry_app, name="registry", rich_help_panel=TOOLS)
 app.add_typer(config_app, name="config", rich_help_panel=TOOLS)
 command(app, "plan", TOOLS)(plan)
 command(app, "doctor", TOOLS)(doctor)

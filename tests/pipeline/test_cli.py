@@ -116,6 +116,7 @@ def test_help_lists_the_loop_in_its_order() -> None:
         "run",
         "plan",
         "tune-policy",
+        "registry",
         "config",
         "doctor",
     )
