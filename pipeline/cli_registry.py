@@ -90,7 +90,7 @@ def show(
 ) -> None:
     """Print the model card of a version.
 
-    Its origin, acceptance by domain, training data, and what was decided about it. The same card is among the artifacts of
+    Its origin, acceptance by domain, data, and what was decided about it. The same card is among the artifacts of
     its run and is MLflow's description of the version. JSON has all tags and the whole lineage.
 
     Example: draftsmith registry show quickstart champion
@@ -117,7 +117,7 @@ def diff(
 ) -> None:
     """Say what differs between two versions.
 
-    Identity, origin, keys of the configuration, training documents by domain, and acceptance length by domain. Two
+    Identity, origin, keys of the configuration, documents by domain, and acceptance length by domain. Two
     rounds of one online run share its configuration.
 
     Example: draftsmith registry diff quickstart previous-champion champion
@@ -138,7 +138,7 @@ def diff(
         "identity": "identity",
         "origin": "origin",
         "config": "configuration",
-        "data": "training documents by domain",
+        "data": "documents by domain",
         "metrics": "acceptance length",
     }
     for key, title in titles.items():

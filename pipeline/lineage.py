@@ -25,7 +25,10 @@ class DomainReplay(Protocol):
 
 @dataclass(frozen=True)
 class DataWindow:
-    """What a drafter was trained on: a label, documents by domain, and for traffic the time of its records (unix s)."""
+    """What a drafter was made of: a label, documents by domain, and for traffic the time of its records (unix s).
+
+    Records held out for the gate are among those of traffic: the domains are also what later traffic is compared with.
+    """
 
     label: str
     domains: dict[str, int]

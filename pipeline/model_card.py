@@ -31,7 +31,7 @@ def render_card(
                 ("block size", tags.get("block_size", "unknown")),
                 ("registered", show_time(float(created)) if created else "unknown"),
                 ("parent version", tags.get("parent_version", "none")),
-                ("trained on", tags.get("data_window", "unknown")),
+                ("data", tags.get("data_window", "unknown")),
                 ("stage", tags.get("stage", "unknown")),
                 ("configuration (sha256)", tags.get("config_hash", "unknown")),
                 ("code commit", tags.get("git_commit", "unknown")),
@@ -50,7 +50,7 @@ def render_card(
         counts = lineage.data.domains
         total = sum(counts.values())
         shares = [(domain, str(n), f"{n / total:.1%}") for domain, n in counts.items()]
-        lines += ["", "## Training data", "", *_table(("domain", "documents", "share"), shares)]
+        lines += ["", "## Data by domain", "", *_table(("domain", "documents", "share"), shares)]
     lines += [
         "",
         "## Limits",

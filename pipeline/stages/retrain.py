@@ -15,7 +15,7 @@ from drafters.errors import UserError
 from drafters.replay import replay
 from pipeline.alarms import AlarmBoard, rules_for
 from pipeline.config import Config
-from pipeline.console import say, show_table
+from pipeline.console import say
 from pipeline.drift import Decision, Observation, decide, population_shift, tau_drift
 from pipeline.fitting import CHECKPOINT
 from pipeline.lineage import Lineage
@@ -286,10 +286,10 @@ def _summary(
 
 
 def show_decision(decision: Decision) -> None:
-    """The checks as a table, and what follows."""
+    """One line for each check, and what follows."""
     words = {True: "reason to train", False: "no reason", None: "not judged"}
-    rows = [[check.name, words[check.fires], check.finding] for check in decision.checks]
-    show_table("drift", ["check", "verdict", "finding"], rows)
+    for check in decision.checks:
+        say(f"{check.name:<10}  {words[check.fires]:<15}  {check.finding}")
     say(f"{'training' if decision.train else 'not training'}: {decision.reason}")
 
 

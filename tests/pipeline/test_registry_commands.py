@@ -147,7 +147,7 @@ def test_card_is_shown_and_kept_as_artifact_and_description(store: tuple[str, Pa
     content = json.loads(call("show", uri, "2", "--json"))
     assert Lineage.from_json(content["lineage"]) == lineage(1, CONFIGS[1])
     old = call("show", uri, "3")
-    assert "not measured" in old and "| trained on | unknown |" in old
+    assert "not measured" in old and "| data | unknown |" in old
 
 
 def test_comparison_names_configuration_data_and_metrics(store: tuple[str, Path]) -> None:

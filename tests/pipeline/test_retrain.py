@@ -281,3 +281,10 @@ def test_damaged_checkpoint_and_alarms_are_named(run: Path, capsys: pytest.Captu
         assert stop.value.code == 2 and damaged in capsys.readouterr().err
         Path("out/retrain/alarms.json").unlink(missing_ok=True)
         checkpoint.write_bytes(whole[: len(whole) // 2])
+
+
+def test_domains_of_clients_are_text_and_not_markup(run: Path) -> None:
+    add_traffic(8, domain="[/bold] law [red]")
+    result = CliRunner().invoke(app, [*WORDS, "--set", "retrain.min_records=1000"])
+    assert result.exit_code == 3
+    assert "[/bold] law [red]" in " ".join(result.output.split())
