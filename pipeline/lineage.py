@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from drafters.errors import UserError
-from drafters.packing import Document
+
+if TYPE_CHECKING:
+    from drafters.packing import Document
 
 
 class DomainReplay(Protocol):

@@ -125,6 +125,22 @@ def config_in(directory: Path, **schedule: Any) -> Config:
     )
 
 
+def test_scheduler_process_stays_light() -> None:
+    """It lives for months beside the trainer; what takes memory is loaded by its runs."""
+    script = (
+        "import sys, pipeline.schedule.service, pipeline.schedule.job\n"
+        "print(sorted({'torch', 'mlflow', 'lightning', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.stdout.strip() == "[]"
+
+
 class Clock:
     """The time that APScheduler sees."""
 
