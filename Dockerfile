@@ -5,7 +5,7 @@ ARG BASE_IMAGE=python:3.11-slim
 FROM ${BASE_IMAGE}
 
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=gguf,redis
+ARG EXTRAS=gguf,redis,schedule
 ARG UID=1000
 
 ENV PATH=/opt/draftsmith/bin:$PATH \

@@ -8,16 +8,17 @@ next start reads the same records again from the checkpoint's cursor, in the sam
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import lightning as L
 import torch
 
+from datamodules.admission import Admission, is_held_out
 from datamodules.packed_loader import PackedLoader, PackingSpec, derived_generator
 from drafters.errors import UserError
 from drafters.packing import Document
@@ -59,9 +60,18 @@ class StreamSpec:
     idle_timeout_s: float | None = None
 
 
+@dataclass(frozen=True)
+class RoundWindow:
+    """Records that a round admitted, held-out ones included: unix seconds of the oldest and newest, number by domain."""
+
+    since: float
+    until: float
+    domains: dict[str, int]
+
+
 @dataclass
 class StreamState:
-    """Everything that must survive a kill."""
+    """Everything that must survive a kill; `window` is what the latest round was made of."""
 
     cursor: Cursor
     round_index: int = 0
@@ -70,11 +80,32 @@ class StreamState:
     buffer: list[tuple[int, Document]] = field(default_factory=list)
     holdout: list[Document] = field(default_factory=list)
     newest_time: float = 0.0
+    window: RoundWindow | None = None
     counts: dict[str, int] = field(default_factory=dict)
 
     def count(self, what: str, by: int = 1) -> None:
         """Add to a counter."""
         self.counts[what] = self.counts.get(what, 0) + by
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any]) -> StreamState:
+        """From what `StreamingDataModule.state_dict` wrote; checkpoints of older releases know no `window`."""
+        window = state.get("window")
+        return cls(
+            cursor=Cursor.from_json(state["cursor"]),
+            round_index=state["round_index"],
+            fresh=[Document(**d) for d in state["fresh"]],
+            replayed=[Document(**d) for d in state["replayed"]],
+            buffer=[(number, Document(**d)) for number, d in state["buffer"]],
+            holdout=[Document(**d) for d in state["holdout"]],
+            newest_time=state["newest_time"],
+            window=None if window is None else RoundWindow(**window),
+            counts=dict(state["counts"]),
+        )
+
+    def kept_ids(self) -> set[str]:
+        """Request ids in the buffer and among the held-out documents; they are not admitted again."""
+        return {d.document_id for _, d in self.buffer} | {d.document_id for d in self.holdout}
 
 
 class StreamingDataModule(L.LightningDataModule):
@@ -209,6 +240,7 @@ class StreamingDataModule(L.LightningDataModule):
             "buffer": [[number, _plain(d)] for number, d in stream.buffer],
             "holdout": [_plain(d) for d in stream.holdout],
             "newest_time": stream.newest_time,
+            "window": None if stream.window is None else asdict(stream.window),
             "counts": dict(stream.counts),
             "target_id": self.target_id,
         }
@@ -219,61 +251,46 @@ class StreamingDataModule(L.LightningDataModule):
             raise UserError(
                 f"online checkpoint: its stream belongs to target {state_dict['target_id']}, not {self.target_id}"
             )
-        self.stream = StreamState(
-            cursor=Cursor.from_json(state_dict["cursor"]),
-            round_index=state_dict["round_index"],
-            fresh=[Document(**d) for d in state_dict["fresh"]],
-            replayed=[Document(**d) for d in state_dict["replayed"]],
-            buffer=[(number, Document(**d)) for number, d in state_dict["buffer"]],
-            holdout=[Document(**d) for d in state_dict["holdout"]],
-            newest_time=state_dict["newest_time"],
-            counts=dict(state_dict["counts"]),
-        )
+        self.stream = StreamState.from_json(state_dict)
 
 
 class _Collection:
     """Records read for the next round, held apart until there are enough."""
 
     def __init__(self, stream: StreamState, spec: StreamSpec, target_id: str, max_length: int) -> None:
-        self._stream, self._spec = stream, spec
-        self._target_id, self._max_length = target_id, max_length
+        self._stream, self._spec, self._max_length = stream, spec, max_length
+        self._admission = Admission(
+            target_id,
+            max_length,
+            max_age_s=spec.max_record_age_s,
+            seen=stream.kept_ids(),
+            newest_time=stream.newest_time,
+        )
         self.fresh: list[Document] = []
         self._holdout: list[Document] = []
         self._counts: dict[str, int] = {}
-        self._newest = stream.newest_time
-        self._seen = {d.document_id for _, d in stream.buffer} | {d.document_id for d in stream.holdout}
+        self._times: list[float] = []
+        self._domains: Counter[str] = Counter()
 
     def admit(self, record: VerificationRecord) -> None:
         """Sort one record into training or held-out documents, or refuse it with a reason that is counted."""
-        self._newest = max(self._newest, record.time)
-        reason = self._refusal(record)
+        reason = self._admission.refusal(record)
         if reason is not None:
             self._counts[reason] = self._counts.get(reason, 0) + 1
             return
-        self._seen.add(record.request_id)
+        self._times.append(record.time)
+        self._domains[record.domain] += 1
         document = record_to_document(record).truncated(self._max_length)
         held_out = is_held_out(document.conversation_key, self._spec.holdout_fraction)
         (self._holdout if held_out else self.fresh).append(document)
-
-    def _refusal(self, record: VerificationRecord) -> str | None:
-        if record.target_id != self._target_id:
-            return "refused_other_target"
-        if record.request_id in self._seen:
-            return "refused_repeated"
-        age = self._spec.max_record_age_s
-        if age is not None and record.time < self._newest - age:
-            return "refused_stale"
-        # two response tokens inside the cap are the least that give a block
-        if min(len(record.output_ids), self._max_length - len(record.prompt_ids)) < 2:
-            return "refused_short"
-        return None
 
     def apply(self, cursor: Cursor) -> None:
         stream = self._stream
         stream.cursor = cursor
         stream.fresh = self.fresh
         stream.holdout = [*stream.holdout, *self._holdout]
-        stream.newest_time = self._newest
+        stream.window = RoundWindow(min(self._times), max(self._times), dict(sorted(self._domains.items())))
+        stream.newest_time = self._admission.newest_time
         for what, number in self._counts.items():
             stream.count(what, number)
         stream.count("admitted", len(self.fresh))
@@ -300,9 +317,3 @@ def record_to_document(record: VerificationRecord) -> Document:
         conversation_key=record.conversation_key,
         round_starts=[r.start for r in record.rounds] if known else None,
     )
-
-
-def is_held_out(conversation_key: str, fraction: float) -> bool:
-    """Whether a conversation belongs to the gate: a function of its key alone, so it never changes sides."""
-    digest = hashlib.sha256(b"gate\x1f" + conversation_key.encode()).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64

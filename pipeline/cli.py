@@ -15,6 +15,8 @@ from typer.core import TyperGroup
 from drafters.errors import UserError
 from pipeline.cli_deploy import deploy_app
 from pipeline.cli_plan import plan
+from pipeline.cli_registry import registry_app
+from pipeline.cli_retrain import retrain_app
 from pipeline.cli_simulate import simulate
 from pipeline.cli_tools import config_app, doctor
 from pipeline.invocation import (
@@ -37,7 +39,7 @@ WHOLE = "The whole loop"
 TOOLS = "Tools"
 ORDER = (
     "data", "train", "prune", "distill", "fit-length-head", "evaluate", "deploy", "retrain", "run", "plan", "tune-policy",
-    "simulate", "config", "doctor",
+    "simulate", "registry", "config", "doctor",
 )  # fmt: skip
 EPILOG = """\
 The loop: [bold]data regenerate → train → (prune) → distill → fit-length-head → evaluate → deploy[/bold], then \
@@ -72,8 +74,8 @@ data_app = typer.Typer(
 )
 app.add_typer(data_app, name="data", rich_help_panel=STAGES)
 app.add_typer(deploy_app, name="deploy", rich_help_panel=STAGES)
-retrain_app = typer.Typer(no_args_is_help=True, help="Online rounds for schedulers.")
 app.add_typer(retrain_app, name="retrain", rich_help_panel=STAGES)
+app.add_typer(registry_app, name="registry", rich_help_panel=TOOLS)
 app.add_typer(config_app, name="config", rich_help_panel=TOOLS)
 command(app, "plan", TOOLS)(plan)
 command(app, "simulate", TOOLS)(simulate)
@@ -305,38 +307,6 @@ def _distill_online(
         )
 
     call.execute("distill --online", stage, then=None, spool=log, drafter=drafter)
-
-
-@command(retrain_app, "run-once")
-def run_once(
-    config: ConfigArgument,
-    assignments: SetOption = None,
-    output: OutputOption = None,
-    spool: SpoolOption = None,
-    serve: ServeOption = None,
-) -> None:
-    """One online round, for a scheduler.
-
-    Reads what traffic left since the last call. With enough of it, trains, gates, swaps and watches one challenger;
-    otherwise says so and leaves the records for the next call. A lock keeps two calls, or a call and a running
-    distill --online, apart; a call that was killed is continued by the next.
-
-    Writes OUTPUT/online.
-
-    Example: draftsmith retrain run-once mine.yaml --spool /var/spool/draftsmith --serve http://127.0.0.1:30000
-    """
-    call = Invocation(config, assignments, output, False)
-    log = spool or call.config.sglang.log
-    if log is None:
-        raise UserError("retrain run-once: needs --spool DIR or redis://…, or sglang.log in the config")
-
-    def stage() -> Path:
-        from pipeline.fleet import connect
-        from pipeline.stages.retrain import retrain_once
-
-        return retrain_once(call.config, log=log, servers=connect(call.config, serve or []))
-
-    call.execute("retrain run-once", stage, then=None)
 
 
 @command(app, "fit-length-head", STAGES)

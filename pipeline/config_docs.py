@@ -70,7 +70,7 @@ def _walk(section: Schema, definitions: Schema, prefix: str, defaults: Mapping[s
     for name, raw in section["properties"].items():
         field = _resolve(raw, definitions)
         key = f"{prefix}{name}"
-        required = name in section.get("required", [])
+        required = name in section.get("required", []) and name not in defaults
         default = defaults.get(name, raw.get("default", _made_by_factory(field)))
         if "properties" in field:
             yield from _walk(field, definitions, f"{key}.", default if isinstance(default, Mapping) else {})

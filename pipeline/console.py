@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from functools import cache
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 
 @cache
@@ -17,8 +19,8 @@ def console() -> Console:
 
 
 def say(text: str) -> None:
-    """One line with the wall clock."""
-    console().print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", soft_wrap=True)
+    """One line with the wall clock. Brackets are text: names of domains come from clients."""
+    console().print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {escape(text)}", soft_wrap=True)
 
 
 def heading(text: str) -> None:
@@ -32,5 +34,5 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(cell) for cell in row))
     console().print(table)

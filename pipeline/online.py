@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from datamodules.streaming import StreamingDataModule
-from drafters.checkpoint import CONTENT, save_drafter, verify_manifest
+from drafters.checkpoint import CONTENT, save_drafter
 from drafters.errors import UserError
 from drafters.packing import Document
 from lightning_modules.opd import OPDModule
@@ -25,15 +24,18 @@ from pipeline.canary import CanaryVerdict, watch
 from pipeline.config import CanaryConfig
 from pipeline.console import say
 from pipeline.gate import Verdict
+from pipeline.lineage import DataWindow, Lineage
 from pipeline.release import ReleaseDesk
 from pipeline.result import write_json
-from serving_bridge.server import DraftServer, ServerLost, SwapError, SwapReport
+from pipeline.swaps import SwapNote, bring_to, drafter_version_of, swap_back
+from serving_bridge.server import DraftServer, ServerLost, SwapError
 from serving_bridge.transport import LogReader
 
 KEPT_ROUNDS = 4
 """Rounds whose drafter stays on this disk."""
 
-Outcome = Literal["champion", "refused", "rolled_back", "swap_failed"]
+Outcome = Literal["champion", "waiting", "refused", "rolled_back", "swap_failed"]
+"""`waiting`: the gate accepts it, a person is to promote it."""
 Phase = Literal["collect", "register", "gate", "swap", "canary"]
 
 
@@ -48,25 +50,6 @@ class RoundOutcome:
     gate: dict[str, Any] = field(default_factory=dict)
     canary: dict[str, Any] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
-class SwapNote:
-    """A swap that happened, for the record."""
-
-    time: float
-    old_version: str
-    new_version: str
-    pause_ms: float
-    route: str
-    note: str = ""
-
-    @classmethod
-    def of(cls, report: SwapReport) -> SwapNote:
-        """Stamped with the present time, unix seconds."""
-        return cls(
-            time.time(), report.old_version, report.new_version, report.pause_ms, report.route, report.note
-        )
 
 
 @dataclass
@@ -102,6 +85,8 @@ class OnlinePublisher:
         canary: its settings.
         run_id: MLflow run for artifacts.
         name: prefix of drafter versions.
+        lineage: of what is registered here, but for its data.
+        deploy: whether an accepted challenger becomes champion; else it stays challenger for a person to promote.
     """
 
     def __init__(
@@ -116,6 +101,8 @@ class OnlinePublisher:
         run_id: str,
         name: str,
         should_stop: Callable[[], bool] = lambda: False,
+        lineage: Lineage | None = None,
+        deploy: bool = True,
     ) -> None:
         self.directory = directory
         self.desk = desk
@@ -126,6 +113,8 @@ class OnlinePublisher:
         self.run_id = run_id
         self.name = name
         self.should_stop = should_stop
+        self.lineage = lineage or Lineage()
+        self.deploy = deploy
         self.state_path = directory / "state.json"
         self.state = OnlineState.load(self.state_path)
 
@@ -142,20 +131,7 @@ class OnlinePublisher:
         """
         champion = self.desk.registry.champion()
         checkpoint = None if champion is None else self.desk.checkpoint(champion.version)
-        try:
-            for server in self.servers:
-                server.resume()
-            behind = [
-                server
-                for server in self.servers
-                if checkpoint is not None and server.drafter_version != drafter_version_of(checkpoint)
-            ]
-        except SwapError as error:
-            raise UserError(
-                f"{error}; start the server, or leave it out, and continue with --resume"
-            ) from error
-        if checkpoint is not None:
-            self._bring_back(behind, checkpoint)
+        bring_to(self.servers, checkpoint, self.state.swaps.append)
 
     def publish(self, module: OPDModule, datamodule: StreamingDataModule, round_index: int) -> None:
         """Settle one round; see `Publisher`."""
@@ -170,7 +146,7 @@ class OnlinePublisher:
             datamodule.stream.holdout,
             guards=self.guard_documents,
             run_id=self.run_id,
-            tags={"data_window": f"online round {round_index}, {counts.get('admitted', 0)} records"},
+            lineage=replace(self.lineage, data=_data_window(datamodule, round_index)),
         )
         self.state.version = version
         made_here = drafter_version_of(directory)
@@ -186,6 +162,11 @@ class OnlinePublisher:
             return
         if not verdict.accepted:
             self._settle(RoundOutcome(round_index, version, "refused", verdict.reason), verdict, None, counts)
+            return
+        if not self.deploy:
+            self.desk.registry.accept(version, verdict.reason)
+            reason = f"{verdict.reason}; not deployed: `draftsmith registry promote` makes it champion"
+            self._settle(RoundOutcome(round_index, version, "waiting", reason), verdict, None, counts)
             return
         previous = None if champion is None else self.desk.checkpoint(champion.version)
         checkpoint = self.desk.checkpoint(version)
@@ -294,20 +275,7 @@ class OnlinePublisher:
         Raises:
             UserError: for those that would not, after all were tried.
         """
-        failures: list[SwapError] = []
-        for server in servers:
-            try:
-                report = server.swap(champion)
-            except SwapError as error:
-                failures.append(error)
-            else:
-                self.state.swaps.append(SwapNote.of(report))
-                say(f"server brought from {report.old_version} to the champion {report.new_version}")
-        if failures:
-            raise UserError(
-                f"{len(failures)} of {len(servers)} servers cannot be brought to the champion: {failures[0]}; "
-                "repair or restart them, then continue with --resume"
-            )
+        swap_back(servers, champion, self.state.swaps.append)
 
     def _export(self, module: OPDModule, round_index: int) -> Path:
         directory = self.directory / "rounds" / f"{round_index:04d}"
@@ -351,6 +319,8 @@ class OnlinePublisher:
         write_json(self.state_path, asdict(self.state))
 
 
-def drafter_version_of(checkpoint: Path) -> str:
-    """The version that records of this checkpoint carry."""
-    return str(verify_manifest(checkpoint)["drafter_version"])
+def _data_window(datamodule: StreamingDataModule, round_index: int) -> DataWindow:
+    label, window = f"online round {round_index}", datamodule.stream.window
+    if window is None:
+        return DataWindow(label, {})
+    return DataWindow(label, window.domains, window.since, window.until)

@@ -7,31 +7,42 @@ directory that an engine loads as it is. Aliases: `challenger` (under judgement)
 - `target_id`, `tokenizer_hash`, `block_size`, `family`, `drafter_version`: from the manifest;
 - `drafter_digest`: hash of weights and config; `directory_sha256`: hash of all files, manifest
 included;
-- `parent_version`, `data_window`: given by the caller; metrics likewise, `tau_<domain>` among them;
+- `stage`, `parent_version`, `config_hash`, `git_commit`, `data_window`: from the lineage, which lies whole in the run's
+artifacts, as do the model card and the configuration; metrics are given by the caller, `tau_<domain>` among them;
+- `registered_at`: unix seconds;
 - `gate_outcome` (`accepted` or `refused`), `gate_reason`, `rolled_back_reason`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import os
 import re
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafters.errors import UserError
+from pipeline.lineage import Lineage
+from pipeline.model_card import DESCRIPTION_LENGTH, render_card
 from pipeline.result import hash_path
 from pipeline.tracking import flatten_metrics, legal_key, open_client
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
+_log = logging.getLogger(__name__)
+
 CHALLENGER = "challenger"
 CHAMPION = "champion"
 PREVIOUS_CHAMPION = "previous-champion"
+_LINEAGE = "lineage.json"
+_CARD = "card.md"
 
 
 @dataclass(frozen=True)
@@ -64,8 +75,9 @@ class Registry:
         run_id: str,
         tags: Mapping[str, str] | None = None,
         metrics: Mapping[str, Any] | None = None,
+        lineage: Lineage | None = None,
     ) -> int:
-        """Log a serving directory under a run and make it a version; returns its number.
+        """Log a serving directory under a run and make it a version, with its lineage and card; returns its number.
 
         Weights and config that are a version already are not registered again: that version is
         returned with its tags as they were, so repeating the call after a crash is safe.
@@ -84,6 +96,10 @@ class Registry:
                 return known.version
         folder = f"drafters/{digest[:16]}"
         self._client.log_artifacts(run_id, str(directory), folder)
+        papers: dict[str, str] = {}
+        if lineage is not None:
+            papers = {"papers": f"versions/{digest[:16]}", **lineage.tags()}
+            self._client.log_dict(run_id, lineage.to_json(), f"{papers['papers']}/{_LINEAGE}")
         source = f"{self._client.get_run(run_id).info.artifact_uri}/{folder}"
         finite, _ = flatten_metrics(metrics or {})
         created = self._client.create_model_version(
@@ -94,10 +110,13 @@ class Registry:
                 **identity,
                 **{key: f"{value:.6g}" for key, value in finite.items()},
                 **{legal_key(key): str(value) for key, value in (tags or {}).items()},
+                **papers,
+                "registered_at": f"{time.time():.0f}",
                 "drafter_digest": digest,
                 "directory_sha256": hash_path(directory),
             },
         )
+        self._refresh_card(int(created.version))
         return int(created.version)
 
     def download(self, version_or_alias: int | str, destination: Path) -> Path:
@@ -128,6 +147,49 @@ class Registry:
             _verify(fetched, expected, label)
             os.replace(fetched, destination)
         return destination
+
+    def lineage(self, version: int) -> Lineage | None:
+        """What was recorded when a version was registered; None for one of an older release.
+
+        Raises:
+            UserError: no such version, or its record is gone from the artifact store.
+        """
+        found = self.get(version)
+        if "papers" not in found.tags or found.run_id is None:
+            return None
+        text = self.artifact_text(found.run_id, f"{found.tags['papers']}/{_LINEAGE}")
+        return Lineage.from_json(json.loads(text))
+
+    def artifact_text(self, run_id: str, path: str) -> str:
+        """A text file among a run's artifacts.
+
+        Raises:
+            UserError: it is not there.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            with tempfile.TemporaryDirectory() as staging:
+                return Path(self._client.download_artifacts(run_id, path, staging)).read_text()
+        except (MlflowException, OSError) as error:
+            first_line = (str(error).strip() or type(error).__name__).partition("\n")[0]
+            raise UserError(
+                f"registry: {path} of run {run_id} is not in the artifact store ({first_line})"
+            ) from None
+
+    def card(self, version: int) -> str:
+        """The model card as of now."""
+        found = self.get(version)
+        return render_card(self.model_name, version, found.tags, found.aliases, self.lineage(version))
+
+    def resolve(self, name: str) -> RegisteredVersion:
+        """A version by number or alias, as people write it: `3`, `champion`, `@champion`.
+
+        Raises:
+            UserError: there is none.
+        """
+        text = name.strip().removeprefix("@")
+        return self._resolve(int(text) if text.isdecimal() else text)
 
     def get(self, version: int) -> RegisteredVersion:
         """One version with its tags and aliases.
@@ -187,6 +249,13 @@ class Registry:
             self._point(PREVIOUS_CHAMPION, old)
         self._point(CHAMPION, version)
         self._clear(CHALLENGER, version)
+        for moved in {version, version if old is None else old}:
+            self._refresh_card(moved)
+
+    def accept(self, version: int, reason: str) -> None:
+        """Record that the gate would have a version; it stays challenger until somebody promotes it."""
+        self._tag(self.get(version).version, {"gate_outcome": "accepted", "gate_reason": reason})
+        self._refresh_card(version)
 
     def refuse(self, version: int, reason: str) -> None:
         """Record that the gate turned a version down; it stays registered but is no longer challenger.
@@ -200,6 +269,7 @@ class Registry:
             )
         self._tag(version, {"gate_outcome": "refused", "gate_reason": reason})
         self._clear(CHALLENGER, version)
+        self._refresh_card(version)
 
     def rollback(self, reason: str, *, version: int | None = None) -> int:
         """Make previous-champion champion again and tag the one it replaces; returns the restored version.
@@ -223,7 +293,25 @@ class Registry:
         self._tag(bad, {"rolled_back_reason": reason})
         self._point(CHAMPION, good)
         self._clear(PREVIOUS_CHAMPION, good)
+        for moved in (bad, good):
+            self._refresh_card(moved)
         return good
+
+    def _refresh_card(self, version: int) -> None:
+        """Write the card anew, as artifact and as the description that MLflow shows. It is for people alone, so a failure
+        holds nothing up.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            found = self.get(version)
+            if "papers" not in found.tags or found.run_id is None:
+                return
+            card = self.card(version)
+            self._client.log_text(found.run_id, card, f"{found.tags['papers']}/{_CARD}")
+            self._client.update_model_version(self.model_name, str(version), card[:DESCRIPTION_LENGTH])
+        except (MlflowException, UserError, OSError) as error:
+            _log.warning("the card of version %d of %s was not written: %s", version, self.model_name, error)
 
     def _require_model(self, identity: Mapping[str, str], directory: Path) -> None:
         """Create the registered model on first use; afterwards hold it to its target and family."""

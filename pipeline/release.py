@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from drafters.packing import Document
 from drafters.replay import ReplayResult, replay, total_acceptance_length
 from pipeline.config import GateConfig
 from pipeline.gate import GatePolicy, Verdict, judge
+from pipeline.lineage import Lineage, sums_by_domain
 from pipeline.models import TargetBundle, load_drafter_for
 from pipeline.registry import RegisteredVersion, Registry
 
@@ -50,8 +51,9 @@ class ReleaseDesk:
         documents: Sequence[Document],
         *,
         run_id: str,
-        tags: dict[str, str],
+        tags: Mapping[str, str] | None = None,
         guards: Sequence[Document] = (),
+        lineage: Lineage | None = None,
     ) -> tuple[int, Verdict]:
         """Register a checkpoint as challenger and judge it; a refusal is recorded with its reason.
 
@@ -59,20 +61,32 @@ class ReleaseDesk:
             directory: serving checkpoint.
             documents: held-out recent traffic, never trained on.
             run_id: MLflow run that made it.
-            tags: further registry tags, such as the data window.
+            tags: further registry tags.
             guards: documents of other domains, judged only for a drop.
+            lineage: what made it; its parent and baseline are filled in here.
 
         Returns:
             version number and verdict. Promotion is the caller's, after swap and canary.
         """
         champion = self.registry.champion()
+        traffic = {document.document_id for document in documents}
         documents = [*documents, *guards]
         self._forget_replays(champion, directory, documents)
         if champion is not None:
-            tags = {"parent_version": str(champion.version), **tags}
+            tags = {"parent_version": str(champion.version), **(tags or {})}
         challenger_results, finite = self._replay_checked(directory, documents)
+        if lineage is not None:
+            lineage = replace(
+                lineage,
+                parent=None if champion is None else champion.version,
+                baseline=sums_by_domain([r for r in challenger_results if r.document_id in traffic]),
+            )
         version = self.registry.register(
-            directory, run_id=run_id, tags=tags, metrics=_tau_by_domain(challenger_results)
+            directory,
+            run_id=run_id,
+            tags=tags,
+            metrics=_tau_by_domain(challenger_results),
+            lineage=lineage,
         )
         if champion is not None and champion.version == version:
             return version, Verdict(False, f"version {version} is the champion already")

@@ -116,9 +116,9 @@ class Tracking:
                 `tracking.uri`.
         """
         database = sqlite_file(self.tracking_uri)
-        with _tracking_errors(self.tracking_uri):
+        with tracking_errors(self.tracking_uri):
             if database is None:
-                _probe(self.tracking_uri)
+                probe(self.tracking_uri)
                 self._experiment_id = self._find_or_create(None)
                 return
             database.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ class Tracking:
             found = client.get_experiment_by_name(self.experiment)
         if found is None or found.lifecycle_stage == "deleted":
             raise UserError(
-                f"tracking.experiment: {self.experiment!r} was deleted on {_redacted(self.tracking_uri)}; "
+                f"tracking.experiment: {self.experiment!r} was deleted on {redacted(self.tracking_uri)}; "
                 "restore it with `mlflow experiments restore`, or choose another name"
             )
         return found.experiment_id
@@ -240,7 +240,7 @@ def _quiet_mlflow() -> None:
 
 
 @contextmanager
-def _tracking_errors(tracking_uri: str) -> Iterator[None]:
+def tracking_errors(tracking_uri: str) -> Iterator[None]:
     """Turn what the stores raise (their drivers' own errors among it) into one message."""
     _quiet_mlflow()
     from alembic.util import CommandError
@@ -252,12 +252,12 @@ def _tracking_errors(tracking_uri: str) -> Iterator[None]:
     except (MlflowException, SQLAlchemyError, CommandError, ImportError, OSError) as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"tracking.uri: cannot use {_redacted(tracking_uri)} ({cause}); start the server or fix the address, "
+            f"tracking.uri: cannot use {redacted(tracking_uri)} ({cause}); start the server or fix the address, "
             "or use sqlite:///<path>/mlflow.db"
         ) from error
 
 
-def _probe(tracking_uri: str) -> None:
+def probe(tracking_uri: str) -> None:
     """Ask a server for `/health` first: MLflow's client retries a dead one for minutes.
 
     Raises:
@@ -290,7 +290,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _redacted(uri: str) -> str:
+def redacted(uri: str) -> str:
     """The URI without its password."""
     parts = urlsplit(uri)
     if not parts.password:

@@ -24,6 +24,13 @@ from pipeline.config.models import (
     PolicyConfig,
     TargetConfig,
 )
+from pipeline.config.operations import (
+    AlarmsConfig,
+    DriftConfig,
+    RetrainConfig,
+    ScheduleConfig,
+    ThresholdConfig,
+)
 from pipeline.config.schema import (
     Config,
 )
@@ -50,10 +57,12 @@ from pipeline.config.training import (
 )
 
 __all__ = [
+    "AlarmsConfig",
     "CanaryConfig",
     "Config",
     "DataConfig",
     "DrafterConfig",
+    "DriftConfig",
     "EvaluateConfig",
     "FitConfig",
     "GateConfig",
@@ -67,11 +76,14 @@ __all__ = [
     "PruneConfig",
     "RegenerateConfig",
     "ReplayBufferConfig",
+    "RetrainConfig",
     "SGLangConfig",
+    "ScheduleConfig",
     "Section",
     "ServeConfig",
     "SourceConfig",
     "TargetConfig",
+    "ThresholdConfig",
     "TrackingConfig",
     "TrafficConfig",
     "apply_override",

@@ -18,6 +18,11 @@ from pipeline.config.models import (
     PolicyConfig,
     TargetConfig,
 )
+from pipeline.config.operations import (
+    AlarmsConfig,
+    RetrainConfig,
+    ScheduleConfig,
+)
 from pipeline.config.section import Section
 from pipeline.config.serving import (
     CanaryConfig,
@@ -62,6 +67,9 @@ class Config(Section):
     online: OnlineConfig = OnlineConfig()
     gate: GateConfig = GateConfig()
     canary: CanaryConfig = CanaryConfig()
+    retrain: RetrainConfig = RetrainConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     serve: ServeConfig = ServeConfig()
     sglang: SGLangConfig = SGLangConfig()
     traffic: TrafficConfig = TrafficConfig()

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from pipeline.config import Config
 from pipeline.console import heading, say
+from pipeline.lineage import DataWindow, Lineage
 from pipeline.models import TargetBundle, describe_target, load_target
 from pipeline.registry import Registry, model_name_for
-from pipeline.result import RESULT_FILE, StageRun, stage_run
+from pipeline.result import RESULT_FILE, StageRun, git_state, stage_run
 from pipeline.tracking import TrackedRun, Tracking
 
 
@@ -24,18 +25,30 @@ class Stage:
     output: Path
     result: StageRun
     tracked: TrackedRun
+    loaded: TargetBundle | None = None
 
     @cached_property
     def bundle(self) -> TargetBundle:
-        """The target, loaded on first use."""
+        """The target, loaded on first use unless the stage was given it."""
         with self.result.section("load_target"):
-            bundle = load_target(self.config)
+            bundle = self.loaded or load_target(self.config)
         self.result.metrics["target"] = describe_target(bundle)
         return bundle
 
     def registry(self) -> Registry:
         """The registered model of this target and family."""
         return registry_for(self.config, self.bundle.target.identity.target_id)
+
+    def lineage(self, data: DataWindow | None) -> Lineage:
+        """For a drafter that this stage registers."""
+        commit, dirty = git_state()
+        return Lineage(
+            stage=self.result.stage,
+            config_hash=self.result.config_hash,
+            git_commit=commit,
+            git_dirty=dirty,
+            data=data,
+        )
 
 
 def tracking_for(config: Config) -> Tracking:
@@ -52,8 +65,13 @@ def registry_for(config: Config, target_id: str) -> Registry:
 
 
 @contextmanager
-def open_stage(config: Config, name: str, folder: str | None = None) -> Iterator[Stage]:
-    """Run a stage: on success `<output>/<folder>/result.json` is written and logged to MLflow."""
+def open_stage(
+    config: Config, name: str, folder: str | None = None, *, bundle: TargetBundle | None = None
+) -> Iterator[Stage]:
+    """Run a stage: on success `<output>/<folder>/result.json` is written and logged to MLflow.
+
+    `bundle` is the target, where the caller has loaded it already.
+    """
     heading(name)
     output = config.output / (folder or name)
     tracking = tracking_for(config)
@@ -61,7 +79,7 @@ def open_stage(config: Config, name: str, folder: str | None = None) -> Iterator
     with tracking.run(f"{config.name}-{name}", {"stage": name}) as tracked:
         tracked.log_config(config.dump())
         with stage_run(name, output, config.dump()) as result:
-            yield Stage(config, output, result, tracked)
+            yield Stage(config, output, result, tracked, bundle)
         tracked.log_result(output / RESULT_FILE)
     assert result.result is not None
     say(f"{name}: done in {result.result.wall_seconds:.0f} s, {output / RESULT_FILE}")

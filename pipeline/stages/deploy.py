@@ -8,6 +8,7 @@ from drafters.errors import UserError
 from pipeline.config import Config
 from pipeline.console import say
 from pipeline.corpus import train_and_validation
+from pipeline.lineage import DataWindow
 from pipeline.release import ReleaseDesk, gate_policy
 from pipeline.stages.context import open_stage
 
@@ -20,7 +21,7 @@ def deploy_drafter(config: Config, *, drafter: Path) -> Path:
     """
     with open_stage(config, "deploy") as stage:
         bundle = stage.bundle
-        _, validation = train_and_validation(config, bundle.target.identity)
+        train, validation = train_and_validation(config, bundle.target.identity)
         if not validation:
             raise UserError("data.val_fraction: the gate needs validation documents; set it above 0")
         stage.result.add_input(drafter)
@@ -28,7 +29,10 @@ def deploy_drafter(config: Config, *, drafter: Path) -> Path:
             stage.registry(), bundle, gate_policy(config.gate, config.seed), config.output / "versions"
         )
         version, verdict = desk.submit(
-            drafter, validation, run_id=stage.tracked.run_id, tags={"data_window": "offline"}
+            drafter,
+            validation,
+            run_id=stage.tracked.run_id,
+            lineage=stage.lineage(DataWindow.of("offline", train)),
         )
         if verdict.accepted:
             desk.registry.promote(version, reason=verdict.reason)

@@ -30,7 +30,7 @@ from pipeline.fitting import (
     resume_path,
 )
 from pipeline.lock import trainer_lock
-from pipeline.models import load_drafter_for, prepare_training
+from pipeline.models import TargetBundle, load_drafter_for, prepare_training
 from pipeline.online import OnlinePublisher
 from pipeline.release import ReleaseDesk, gate_policy
 from pipeline.stages.context import Stage, open_stage, tracking_for
@@ -53,7 +53,35 @@ def distill_online(
     should_stop: Callable[[], bool] = lambda: False,
     callbacks: Sequence[L.Callback] = (),
 ) -> Path:
+    """`online_rounds`, with the lock that keeps other trainers out of this output directory."""
+    with trainer_lock(config.output / "online"):
+        return online_rounds(
+            config,
+            log=log,
+            drafter=drafter,
+            resume=resume,
+            servers=servers,
+            should_stop=should_stop,
+            callbacks=callbacks,
+        )
+
+
+def online_rounds(
+    config: Config,
+    *,
+    log: LogPlace,
+    drafter: Path | None = None,
+    resume: bool = False,
+    servers: Callable[[Stage], Sequence[DraftServer]] = lambda stage: (),
+    should_stop: Callable[[], bool] = lambda: False,
+    callbacks: Sequence[L.Callback] = (),
+    settings: OnlineConfig | None = None,
+    bundle: TargetBundle | None = None,
+    deploy: bool = True,
+) -> Path:
     """Run online rounds until told to stop, idle for too long, or `online.max_rounds` is reached.
+
+    The caller holds the trainer's lock.
 
     Args:
         config: the run.
@@ -63,14 +91,16 @@ def distill_online(
         servers: running servers to keep on the champion, given the stage (the embedded engine shares its target).
         should_stop: polled while waiting; SIGTERM stops as well.
         callbacks: further ones for the trainer, called after its own: at the end of a round it is settled.
+        settings: in place of `config.online`, which the run still records.
+        bundle: the target, if it is loaded already.
+        deploy: whether an accepted challenger becomes champion, in registry and servers.
     """
     with (
-        trainer_lock(config.output / "online"),
-        open_stage(config, "online") as stage,
+        open_stage(config, "online", bundle=bundle) as stage,
         stop_on_sigterm() as terminated,
         log_errors(log),
     ):
-        settings = config.online
+        settings = settings or config.online
         # a service is started by the same command each time, the first included
         checkpoint = resume_path(stage.output, resume and (stage.output / CHECKPOINT).exists())
         if checkpoint is None and (stage.output / CHECKPOINT).exists():
@@ -111,6 +141,8 @@ def distill_online(
             run_id=stage.tracked.run_id,
             name=config.name,
             should_stop=terminated,
+            lineage=stage.lineage(None),
+            deploy=deploy,
         )
         publisher.reconcile()
         reader = open_reader(log, READER)

@@ -38,6 +38,7 @@ from pipeline.fitting import (
     stage_documents,
     stage_trainer,
 )
+from pipeline.lineage import DataWindow
 from pipeline.measure import round_ms
 from pipeline.models import keep_copy, load_drafter_for, prepare_training
 from pipeline.result import hash_config, write_json
@@ -313,8 +314,8 @@ class _Pruning:
         self.stage.registry().register(
             directory,
             run_id=self.stage.tracked.run_id,
-            tags={"data_window": "pruned"},
             metrics={"tau": tau},
+            lineage=self.stage.lineage(DataWindow.of("pruned, offline", self.train)),
         )
 
     def _tau(self, directory: Path) -> float:

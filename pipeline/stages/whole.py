@@ -24,6 +24,7 @@ from pipeline.bootstrap import paired_bootstrap_ratio
 from pipeline.config import Config
 from pipeline.console import say, show_table
 from pipeline.corpus import conversations, source_specs, train_and_validation
+from pipeline.lineage import DataWindow
 from pipeline.measure import acceptance_summary
 from pipeline.models import TargetBundle, keep_copy, load_drafter_for
 from pipeline.policies import policy_factory
@@ -292,7 +293,12 @@ def gate_drill(stage: Stage, desk: ReleaseDesk, champion: Path) -> list[dict[str
         acceptance_head=loaded.acceptance_head,
     )
     _, validation = train_and_validation(config, bundle.target.identity)
-    desk.submit(worse, validation, run_id=stage.tracked.run_id, tags={"data_window": "gate drill"})
+    desk.submit(
+        worse,
+        validation,
+        run_id=stage.tracked.run_id,
+        lineage=stage.lineage(DataWindow("gate drill", {})),
+    )
     return [
         {
             "version": version.version,

@@ -117,6 +117,7 @@ def test_help_lists_the_loop_in_its_order() -> None:
         "plan",
         "tune-policy",
         "simulate",
+        "registry",
         "config",
         "doctor",
     )

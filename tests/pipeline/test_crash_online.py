@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from datamodules.streaming import is_held_out
+from datamodules.admission import is_held_out
 from serving_bridge.spool_layout import SpoolLayout
 from tests.lightning_modules.crash_worker import KILLED, NEVER, ONLINE, STREAM, run_online
 from tests.lightning_modules.processes import in_process

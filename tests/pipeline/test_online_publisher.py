@@ -13,6 +13,7 @@ import pytest
 
 import pipeline.online
 import pipeline.release
+from datamodules.streaming import RoundWindow
 from drafters.errors import UserError
 from pipeline.canary import CanaryVerdict
 from pipeline.config import CanaryConfig
@@ -140,7 +141,8 @@ def settle(publisher: OnlinePublisher, quality: float, round_index: int = 0, see
     module: Any = SimpleNamespace(
         drafter=drafter_of(quality, seed), target=tiny_target(), length_head=None, acceptance_head=None
     )
-    stream = SimpleNamespace(holdout=documents(6, "code", "held"), counts={"admitted": 9})
+    window = RoundWindow(1.7e9, 1.7e9 + 60, {"code": 9})
+    stream = SimpleNamespace(holdout=documents(6, "code", "held"), counts={"admitted": 9}, window=window)
     datamodule: Any = SimpleNamespace(stream=stream)
     publisher.publish(module, datamodule, round_index)
 
@@ -202,7 +204,22 @@ def test_accepted_drafter_is_swapped_watched_and_promoted(scene: Scene) -> None:
     assert outcome.canary["live"] == 1.7 and "live is fine" in outcome.reason
     assert OnlineState.load(publisher.state_path) == publisher.state
     tags = scene.registry.get(2).tags
-    assert tags["data_window"] == "online round 0, 9 records" and plain(tags["drafter_version"]) == "tiny-r1"
+    assert tags["data_window"] == "online round 0: 9 documents, 2023-11-14 22:13 UTC to 2023-11-14 22:14 UTC"
+    assert plain(tags["drafter_version"]) == "tiny-r1"
+    lineage = scene.registry.lineage(2)
+    assert lineage is not None and lineage.parent == 1
+    assert set(lineage.baseline) == {"code"}  # what drift is measured against has no guards in it
+
+
+def test_accepted_drafter_waits_where_a_person_promotes(scene: Scene) -> None:
+    publisher = scene.publisher()
+    publisher.deploy = False
+    settle(publisher, 1.75)
+    (outcome,) = publisher.state.outcomes
+    assert outcome.outcome == "waiting" and "registry promote" in outcome.reason
+    assert scene.champion() == 1 and scene.serving() == [FIRST, FIRST]
+    waiting = scene.registry.challenger()
+    assert waiting is not None and waiting.version == 2 and waiting.tags["gate_outcome"] == "accepted"
 
 
 def test_two_runs_of_one_name_do_not_share_versions(scene: Scene, desks: Desks, tmp_path: Path) -> None:

@@ -1,0 +1,290 @@
+"""`retrain run-once` on a finished run: what it decides, what it leaves, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import pipeline.release
+from pipeline.cli import app, main
+from pipeline.config import load_config
+from pipeline.gate import Verdict
+from pipeline.lock import trainer_lock
+from pipeline.online import OnlineState
+from pipeline.registry import CHALLENGER, Registry
+from pipeline.stages.context import registry_for
+from serving_bridge.records import VerificationRecord
+from serving_bridge.spool import SpoolReader, SpoolWriter
+
+WORDS = ["retrain", "run-once", "tiny.yaml", "--spool", "out/spool"]
+
+
+def call(*words: str) -> int:
+    """The exit code of `run-once` with further words."""
+    result = CliRunner().invoke(app, [*WORDS, *words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code
+
+
+def summary() -> dict[str, Any]:
+    return json.loads(Path("out/retrain/result.json").read_text())
+
+
+def registry() -> Registry:
+    config = load_config(Path("tiny.yaml"))
+    name = json.loads(Path("out/result.json").read_text())["metrics"]["registry"]["model_name"]
+    found = registry_for(config.model_copy(update={"tracking": config.tracking}), "unused")
+    return Registry(found.tracking_uri, name)
+
+
+def champion() -> int:
+    found = registry().champion()
+    assert found is not None
+    return found.version
+
+
+def served() -> list[VerificationRecord]:
+    """All records of the run."""
+    reader = SpoolReader("out/spool", "look", quarantine=False)
+    return [delivery.record for delivery in reader.read(10_000)]
+
+
+def add_traffic(count: int, domain: str = "code", first: int = 0) -> None:
+    """Records of new requests with texts that the target served before."""
+    old = [record for record in served() if len(record.output_ids) > 3]
+    writer = SpoolWriter("out/spool", fsync=False)
+    for number in range(first, first + count):
+        record = old[number % len(old)]
+        name = f"later-{number}"
+        assert writer.write(
+            VerificationRecord(
+                request_id=name,
+                conversation_key=name,
+                time=2e9 + number,
+                target_id=record.target_id,
+                sampling=record.sampling,
+                domain=domain,
+                prompt_ids=record.prompt_ids,
+                output_ids=record.output_ids,
+                rounds=record.rounds,
+                finish_reason=record.finish_reason,
+                block_size=record.block_size,
+            )
+        )
+    writer.close()
+
+
+@pytest.fixture
+def verdict(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Fix what the gate says: on a random target no drafter is surely better than another."""
+
+    def say(accepted: bool) -> None:
+        monkeypatch.setattr(
+            pipeline.release, "judge", lambda *_, **__: Verdict(accepted, "as the test wants", {})
+        )
+
+    return say
+
+
+def settled_rounds() -> int:
+    return len(OnlineState.load(Path("out/online/state.json")).outcomes)
+
+
+def test_too_few_records_are_nothing_to_do(run: Path) -> None:
+    before, rounds = champion(), settled_rounds()
+    cursor = SpoolReader("out/spool", "trainer", quarantine=False).cursor
+    assert call("--set", "retrain.min_records=1000") == 3
+    found = summary()
+    assert found["metrics"]["outcome"] == "nothing_to_do" and found["metrics"]["exit_code"] == 3
+    assert "1000 are needed" in found["metrics"]["reason"]
+    assert (champion(), settled_rounds()) == (before, rounds)
+    assert SpoolReader("out/spool", "trainer", quarantine=False).cursor == cursor
+
+
+def test_one_round_takes_all_that_came_and_the_gate_decides(
+    run: Path, verdict: Callable[[bool], None]
+) -> None:
+    verdict(True)
+    add_traffic(30)
+    before, rounds = champion(), settled_rounds()
+    assert call() == 0
+    metrics = summary()["metrics"]
+    assert metrics["outcome"] == "promoted" and settled_rounds() == rounds + 1
+    assert metrics["champion_before"] == before and metrics["champion_after"] == champion() != before
+    # the round was of everything that waited, not of online.trigger records
+    assert metrics["round"]["counts"]["admitted"] >= metrics["records"]["training"] > 5
+    lineage = registry().lineage(champion())
+    assert lineage is not None and lineage.data is not None
+    assert lineage.parent == before and lineage.stage == "online"
+    assert set(lineage.data.domains) == {"code"}
+    assert lineage.data.until is not None and lineage.data.until > 2e9
+    assert set(lineage.baseline) == {"code"}  # offline guards are no part of the baseline
+    # the registered configuration is the one that was given, not the limits of this call
+    assert lineage.config_hash == json.loads(Path("out/retrain/result.json").read_text())["config_hash"]
+    assert call() == 3
+    verdict(False)
+    add_traffic(12, first=100)
+    assert call() == 4
+    assert summary()["metrics"]["outcome"] == "refused"
+
+
+def test_refusals_and_locks_are_no_failures_for_schedulers(
+    run: Path, verdict: Callable[[bool], None]
+) -> None:
+    verdict(False)
+    add_traffic(10)
+    before = champion()
+    assert call("--failures-only") == 0
+    assert summary()["metrics"]["exit_code"] == 4 and champion() == before
+    with trainer_lock(Path("out/online")):
+        assert call() == 5
+        assert call("--failures-only") == 0
+
+
+def test_drift_trains_where_the_records_alone_would_not(run: Path, verdict: Callable[[bool], None]) -> None:
+    verdict(False)
+    few = ["--set", "retrain.enough_records=5000", "--set", "retrain.max_records=6000"]
+    lineage = registry().lineage(champion())
+    assert lineage is not None and lineage.data is not None and lineage.baseline
+    known = min(lineage.baseline)
+    # old texts under a domain with a baseline, so that τ can be compared; no limit is passed
+    add_traffic(80, domain=known)
+    lax = ["--set", "retrain.drift.max_tau_drop=0.99", "--set", "retrain.drift.max_population_shift=50"]
+    assert call(*few, *lax) == 3
+    checks = {check["name"]: check for check in summary()["metrics"]["checks"]}
+    assert [checks[name]["fires"] for name in ("volume", "acceptance", "population")] == [False] * 3
+    tau = summary()["metrics"]["tau"]
+    assert tau["documents"] >= 16 and tau["now"] >= 1
+    assert tau["drop"] == pytest.approx(1 - tau["now"] / tau["expected"])
+
+    add_traffic(80, domain="law", first=200)
+    assert "law" not in lineage.data.domains
+    assert call(*few, "--set", "retrain.drift.max_tau_drop=0.99") == 4
+    checks = {check["name"]: check for check in summary()["metrics"]["checks"]}
+    assert checks["population"]["fires"] is True
+    assert "population stability index" in summary()["metrics"]["decision"]["reason"]
+
+
+def test_accepted_challenger_waits_where_a_person_decides(run: Path, verdict: Callable[[bool], None]) -> None:
+    verdict(True)
+    add_traffic(10)
+    before = champion()
+    assert call("--set", "retrain.deploy=false") == 0
+    metrics = summary()["metrics"]
+    assert metrics["round"]["outcome"] == "waiting" and champion() == before
+    waiting = registry().get(metrics["round"]["version"])
+    assert CHALLENGER in waiting.aliases and waiting.tags["gate_outcome"] == "accepted"
+    registry().promote(waiting.version, reason="by hand")
+    assert champion() == waiting.version
+
+
+def test_interrupted_round_goes_on_without_any_new_record(run: Path, verdict: Callable[[bool], None]) -> None:
+    verdict(True)
+    add_traffic(10)
+    state = Path("out/online/state.json")
+
+    class Crash(BaseException):
+        """The process is gone."""
+
+    def crash(*_: Any, **__: Any) -> None:
+        raise Crash
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.release.ReleaseDesk.submit", crash)
+        with pytest.raises(Crash):
+            call()
+    assert json.loads(state.read_text())["phase"] == "gate"
+    rounds = settled_rounds()
+    assert call("--set", "retrain.min_records=1000", "--set", "retrain.max_records=2000") == 0
+    assert "interrupted" in summary()["metrics"]["decision"]["reason"]
+    assert settled_rounds() == rounds + 1
+
+
+class _Hook(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.got.append(json.loads(body))  # type: ignore[attr-defined]
+        self.send_response(self.server.status)  # type: ignore[attr-defined]
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+def test_alarm_reaches_the_webhook_once_and_is_kept_while_it_is_away(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server: Any = HTTPServer(("127.0.0.1", 0), _Hook)
+    server.got, server.status = [], 404
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("DRAFTSMITH_ALARM_WEBHOOK", f"http://127.0.0.1:{server.server_port}/")
+    add_traffic(60, domain="law", first=200)
+    idle = ["--set", "retrain.min_records=1000"]
+    try:
+        assert call(*idle) == 3
+        assert server.got == [] and summary()["metrics"]["alarms"]["raised"] == []
+        assert call(*idle) == 3  # the second value in a row raises it
+        (event,) = summary()["metrics"]["alarms"]["events"]
+        assert event["alarm"] == "population_shift" and event["event"] == "raised"
+        assert summary()["metrics"]["alarms"]["undelivered"] == 1
+        server.status = 200
+        assert call(*idle) == 3
+        assert [(e["alarm"], e["run"]) for e in server.got] == [("population_shift", "tiny")] * 2
+        assert summary()["metrics"]["alarms"] == {
+            "raised": ["population_shift"],
+            "events": [],
+            "undelivered": 0,
+        }
+        assert call(*idle) == 3
+        assert len(server.got) == 2
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--output", "elsewhere"], "no champion yet"),
+        (["--set", "tracking.uri=http://127.0.0.1:9"], "tracking.uri"),
+        (["--set", "retrain.min_records=0"], "retrain.min_records"),
+        (["--spool", "tiny.yaml"], "tiny.yaml"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    run: Path, words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*WORDS, *words])
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and named in message and message.count("\n") == 1
+
+
+def test_damaged_checkpoint_and_alarms_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out/retrain").mkdir(exist_ok=True)
+    Path("out/retrain/alarms.json").write_text("{")
+    checkpoint = Path("out/online/last.ckpt")
+    whole = checkpoint.read_bytes()
+    for damaged in ("alarms.json", "last.ckpt"):
+        with pytest.raises(SystemExit) as stop:
+            main(WORDS)
+        assert stop.value.code == 2 and damaged in capsys.readouterr().err
+        Path("out/retrain/alarms.json").unlink(missing_ok=True)
+        checkpoint.write_bytes(whole[: len(whole) // 2])
+
+
+def test_domains_of_clients_are_text_and_not_markup(run: Path) -> None:
+    add_traffic(8, domain="[/bold] law [red]")
+    result = CliRunner().invoke(app, [*WORDS, "--set", "retrain.min_records=1000"])
+    assert result.exit_code == 3
+    assert "[/bold] law [red]" in " ".join(result.output.split())
