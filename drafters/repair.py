@@ -12,12 +12,13 @@ Shapes: R rows of a batch, I width of an MLP, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from drafters.d3d import D3DDrafter
 from drafters.fill import Drafter, features_of, fill_blocks
@@ -26,39 +27,52 @@ from drafters.packing import PackedBatch
 from drafters.target import Target
 
 RIDGE = 0.3
-"""ρ, in units of the activations' mean square: pruned drafters lose about the same between 0.1 and 1."""
+"""ρ, in units of the activations' weighted mean square."""
 
 FIRST_TOKEN_WEIGHT = 20.0
 
 
 @dataclass(frozen=True)
 class Repair:
-    """`weight_HI` replaces the output projection of the MLP before the removed layer; `residual` is the share of the stream's
-    mean square that stays wrong behind it."""
+    """What makes up for a layer.
+
+    Attributes:
+        weight_HI: replaces the output projection of the MLP before the removed layer.
+        residual: share of the stream's mean square that stays wrong behind it, on the rows fitted.
+        rows: how many those were; with fewer than I the fit has learnt them by heart.
+    """
 
     weight_HI: torch.Tensor
     residual: float
+    rows: int
 
 
 @torch.no_grad()
 def fit_repairs(
-    drafter: Drafter, target: Target, batches: Iterable[PackedBatch], candidates: Sequence[int]
+    drafter: Drafter,
+    target: Target,
+    batches: Iterable[PackedBatch],
+    candidates: Sequence[int],
+    *,
+    stored: torch.dtype = torch.bfloat16,
 ) -> dict[int, Repair]:
-    """For each candidate layer what repairs its removal; the first layer has none before it, and gets none."""
-    layers = layers_of(drafter)
+    """For each candidate layer what repairs its removal; the first layer has none before it, and gets none.
+
+    `stored` is the dtype of checkpoints: weights are rounded to it, so that what is measured is what will be loaded.
+    """
     sums = {index: _NormalEquations() for index in candidates if index > 0}
     for batch in batches:
         on_device = batch.to(target.device)
-        with _watched(drafter) as (activations, outputs):
+        with _accumulating(drafter, on_device, sums):
             fill_blocks(drafter, target, on_device, features_of(drafter, target, on_device))
-        emphasis_R = _emphasis(drafter, on_device, len(outputs[0]))
-        for index, equations in sums.items():
-            equations.add(activations[index - 1], outputs[index - 1], outputs[index], emphasis_R)
+    layers = layers_of(drafter)
     repairs = {}
-    for index, equations in sums.items():
+    for index in list(sums):
+        equations = sums.pop(index)
         weight_HI = mlp_output(layers[index - 1]).weight
         change_HI, residual = equations.solve()
-        repairs[index] = Repair((weight_HI + change_HI).to(weight_HI.dtype), residual)
+        repaired_HI = (weight_HI + change_HI).to(stored).to(weight_HI.dtype)
+        repairs[index] = Repair(repaired_HI, residual, equations.rows)
     return repairs
 
 
@@ -66,10 +80,10 @@ class _NormalEquations:
     """Sums of the weighted least squares of one layer."""
 
     def __init__(self) -> None:
-        self.gram_II: torch.Tensor | float = 0.0
-        self.moment_IH: torch.Tensor | float = 0.0
-        self.energy: torch.Tensor | float = 0.0
-        self.weight: torch.Tensor | float = 0.0
+        self.gram_II: torch.Tensor | None = None
+        self.moment_IH: torch.Tensor | None = None
+        self.energy = self.weight = 0.0
+        self.rows = 0
 
     def add(
         self, a_RI: torch.Tensor, before_RH: torch.Tensor, after_RH: torch.Tensor, emphasis_R: torch.Tensor
@@ -79,46 +93,64 @@ class _NormalEquations:
         missing_RH = after_RH - before_RH.to(dtype)
         weights_R = emphasis_R.to(dtype) / after_RH.square().mean(-1).clamp_min(torch.finfo(dtype).tiny)
         weighted_RI = a_RI * weights_R[:, None]
-        self.gram_II = self.gram_II + weighted_RI.T @ a_RI
-        self.moment_IH = self.moment_IH + weighted_RI.T @ missing_RH
-        self.energy = self.energy + (missing_RH.square().mean(-1) * weights_R).sum()
-        self.weight = self.weight + emphasis_R.sum()
+        if self.gram_II is None or self.moment_IH is None:
+            self.gram_II = a_RI.new_zeros(a_RI.shape[1], a_RI.shape[1])
+            self.moment_IH = a_RI.new_zeros(a_RI.shape[1], missing_RH.shape[1])
+        self.gram_II.addmm_(weighted_RI.T, a_RI)
+        self.moment_IH.addmm_(weighted_RI.T, missing_RH)
+        self.energy += float((missing_RH.square().mean(-1) * weights_R).sum())
+        self.weight += float(emphasis_R.sum())
+        self.rows += len(a_RI)
 
     def solve(self) -> tuple[torch.Tensor, float]:
         """ΔW [H, I], and the weighted relative error that it leaves."""
         gram_II, moment_IH = self.gram_II, self.moment_IH
-        assert isinstance(gram_II, torch.Tensor) and isinstance(moment_IH, torch.Tensor)
+        assert gram_II is not None and moment_IH is not None, "repairs need at least one batch"
         penalty = (RIDGE * gram_II.diagonal().mean()).clamp_min(torch.finfo(gram_II.dtype).tiny)
-        regular_II = gram_II + penalty * torch.eye(len(gram_II), dtype=gram_II.dtype, device=gram_II.device)
-        change_IH = torch.linalg.solve(regular_II, moment_IH)
-        hidden = moment_IH.shape[1]
-        explained = (change_IH * (2 * moment_IH - gram_II @ change_IH)).sum() / hidden
-        return change_IH.T, float((self.energy - explained) / self.weight)
+        identity_II = torch.eye(len(gram_II), dtype=gram_II.dtype, device=gram_II.device)
+        change_IH = torch.linalg.solve(gram_II + penalty * identity_II, moment_IH)
+        explained = (change_IH * (2 * moment_IH - gram_II @ change_IH)).sum() / moment_IH.shape[1]
+        return change_IH.T, (self.energy - float(explained)) / self.weight
 
 
 @contextmanager
-def _watched(drafter: Drafter) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """What goes into each MLP's output projection, and what comes out of each layer, while the body runs."""
+def _accumulating(
+    drafter: Drafter, batch: PackedBatch, sums: Mapping[int, _NormalEquations]
+) -> Iterator[None]:
+    """While the body runs, each layer adds to its equations; of all the hidden states only one layer's are kept."""
     activations: list[torch.Tensor] = []
-    outputs: list[torch.Tensor] = []
+    previous: list[torch.Tensor] = []
 
-    def rows(hidden: Any) -> torch.Tensor:
-        tensor: torch.Tensor = hidden[0] if isinstance(hidden, tuple) else hidden
-        return tensor.reshape(-1, tensor.shape[-1])
+    def of_mlp(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        activations.append(_rows(inputs[0]))
+
+    def of_layer(index: int, output: Any) -> None:
+        output_RH = _rows(output[0] if isinstance(output, tuple) else output)
+        if index in sums:
+            emphasis_R = _emphasis(drafter, batch, len(output_RH))
+            sums[index].add(activations[0], previous[0], output_RH, emphasis_R)
+        if index:
+            activations.pop(0)
+            previous.pop(0)
+        previous.append(output_RH)
 
     hooks = []
-    for layer in layers_of(drafter):
+    for number, layer in enumerate(layers_of(drafter)):
         hooks += [
-            mlp_output(layer).register_forward_pre_hook(
-                lambda _module, inputs: activations.append(rows(inputs))
+            mlp_output(layer).register_forward_pre_hook(of_mlp),
+            layer.register_forward_hook(
+                lambda _module, _inputs, output, number=number: of_layer(number, output)
             ),
-            layer.register_forward_hook(lambda _module, _inputs, output: outputs.append(rows(output))),
         ]
     try:
-        yield activations, outputs
+        yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _rows(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden.reshape(-1, hidden.shape[-1])
 
 
 def _emphasis(drafter: Drafter, batch: PackedBatch, num_rows: int) -> torch.Tensor:

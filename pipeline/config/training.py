@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipeline.config.section import Section
 
@@ -121,6 +121,12 @@ class PruneConfig(FitConfig):
     measure_documents: int | None = Field(
         None, ge=1, description="Validation documents that removals are measured on; null takes all."
     )
+
+    @model_validator(mode="after")
+    def _candidates_are_ranked(self) -> PruneConfig:
+        if self.candidates is not None and not self.repair:
+            raise ValueError("candidates are ranked by their repairs: leave candidates null, or repair true")
+        return self
 
 
 class ReplayBufferConfig(Section):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -19,7 +20,7 @@ from datamodules.packed_loader import PackedLoader
 from drafters.checkpoint import CONTENT, drafter_digest, save_drafter
 from drafters.errors import UserError
 from drafters.fill import Drafter
-from drafters.layers import layers_of, remove_layer
+from drafters.layers import layers_of, mlp_output, remove_layer
 from drafters.prune import replay_without_each_layer
 from drafters.repair import Repair, fit_repairs
 from drafters.replay import replay, total_acceptance_length
@@ -45,7 +46,7 @@ from pipeline.result import hash_config, write_json
 from pipeline.stages.context import Stage, open_stage, tracking_for
 
 STATE = "state.json"
-DECIDING = {"seed", "prune"}
+DECIDING = {"seed": True, "prune": True, "data": {"row_tokens", "max_length"}}
 """Of the configuration; drafter and documents are compared by content."""
 
 
@@ -53,18 +54,15 @@ DECIDING = {"seed", "prune"}
 class Removal:
     """A layer that goes: its place among the layers before.
 
-    `importance[i]` is τ without layer `measured[i]`, repaired if the run repairs; `tau_unrecovered` is τ of the bare removal.
+    `importance[i]` is τ without layer `measured[i]`, repaired if the run repairs. `tau_unrecovered` is τ of the bare removal,
+    `tau_start` τ from which recovery starts: with the repair, unless that made it worse.
     """
 
     removed: int
     measured: list[int]
     importance: list[float]
     tau_unrecovered: float
-
-    @property
-    def tau_start(self) -> float:
-        """τ from which recovery starts."""
-        return self.importance[self.measured.index(self.removed)]
+    tau_start: float
 
 
 @dataclass
@@ -98,16 +96,21 @@ class PruneState:
         """
         if not path.is_file():
             raise UserError(f"{path}: nothing to resume; run without --resume")
-        data = json.loads(path.read_text())
-        pending = data["pending"]
-        return cls(
-            data["drafter"],
-            data["settings"],
-            data["tau_whole"],
-            data["round_ms_whole"],
-            [PruneStep(**{**s, "removal": Removal(**s["removal"])}) for s in data["steps"]],
-            None if pending is None else Removal(**pending),
-        )
+        try:
+            data = json.loads(path.read_text())
+            pending = data["pending"]
+            return cls(
+                data["drafter"],
+                data["settings"],
+                data["tau_whole"],
+                data["round_ms_whole"],
+                [PruneStep(**{**s, "removal": Removal(**s["removal"])}) for s in data["steps"]],
+                None if pending is None else Removal(**pending),
+            )
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{path}: damaged, or of another version of draftsmith; run without --resume to start anew"
+            ) from None
 
 
 def prune_drafter(config: Config, *, drafter: Path, resume: bool = False) -> Path:
@@ -221,16 +224,17 @@ class _Pruning:
             drafter = loaded.drafter
             with section("repair"):
                 repairs = self._repairs(drafter)
-            measured = self._candidates(drafter, repairs)
-            if not self.settings.repair:
-                repairs = {}
+            measured = self._candidates(len(layers_of(drafter)), repairs)
             with section("importance"):
-                swept = replay_without_each_layer(drafter, target, self.measured, measured, repairs)
-                importance = [total_acceptance_length(results) for results in swept]
-                removed = measured[importance.index(max(importance))]
-                (bare,) = replay_without_each_layer(drafter, target, self.measured, [removed])
-            repair = repairs.get(removed)
-            remove_layer(drafter, removed, None if repair is None else repair.weight_HI)
+                importance = self._without_each(drafter, measured, repairs)
+                start = max(importance)
+                removed = measured[importance.index(start)]
+                repair = repairs.get(removed)
+                bare = self._without_each(drafter, [removed], {})[0] if repair is not None else start
+            if repair is None or bare > start:
+                remove_layer(drafter, removed)
+            else:
+                remove_layer(drafter, removed, repair.weight_HI)
             depth = len(layers_of(drafter))
             save_drafter(
                 self._start(depth),
@@ -238,32 +242,38 @@ class _Pruning:
                 identity=loaded.identity,
                 drafter_version=f"{self.config.name}-prune-{depth}-start-{CONTENT}",
             )
-            self.state.pending = Removal(removed, measured, importance, total_acceptance_length(bare))
+            self.state.pending = Removal(removed, measured, importance, bare, max(bare, start))
             self._save()
         return self.state.pending
 
-    def _repairs(self, drafter: Drafter) -> dict[int, Repair]:
-        depth, batches = len(layers_of(drafter)), self.settings.repair_batches
-        if not self.settings.repair and self.settings.candidates is None:
-            return {}
-        loader = PackedLoader(
-            self.train,
-            packing_spec(self.config, self.settings),
-            seed=self.config.seed,
-            num_batches=batches,
-        )
-        # the loader runs on from epoch to epoch
-        return fit_repairs(drafter, self.bundle.target, islice(loader, batches), range(depth))
+    def _without_each(
+        self, drafter: Drafter, candidates: Sequence[int], repairs: Mapping[int, Repair]
+    ) -> list[float]:
+        swept = replay_without_each_layer(drafter, self.bundle.target, self.measured, candidates, repairs)
+        return [total_acceptance_length(results) for results in swept]
 
-    def _candidates(self, drafter: Drafter, repairs: dict[int, Repair]) -> list[int]:
+    def _repairs(self, drafter: Drafter) -> dict[int, Repair]:
+        if not self.settings.repair:
+            return {}
+        batches = PackedLoader(self.train, packing_spec(self.config, self.settings), seed=self.config.seed)
+        # one epoch at most: the same rows again would teach nothing
+        drawn = islice(batches, self.settings.repair_batches)
+        layers = layers_of(drafter)
+        repairs = fit_repairs(drafter, self.bundle.target, drawn, range(len(layers)))
+        width = mlp_output(layers[0]).in_features
+        rows = min((repair.rows for repair in repairs.values()), default=width)
+        if rows < width:
+            say(
+                f"prune.repair_batches: repairs are fitted on {rows} rows, fewer than an MLP is wide ({width}); "
+                "more batches or documents would make them better"
+            )
+        return repairs
+
+    def _candidates(self, depth: int, repairs: Mapping[int, Repair]) -> list[int]:
         """The layers to measure: all, or those whose removal a repair makes up for best."""
-        every = list(range(len(layers_of(drafter))))
-        if self.settings.candidates is None:
-            return every
-        ranked = sorted(
-            every, key=lambda layer: repairs[layer].residual if layer in repairs else float("inf")
-        )
-        return sorted(ranked[: self.settings.candidates])
+        if self.settings.candidates is None or not repairs:
+            return list(range(depth))
+        return sorted(sorted(repairs, key=lambda layer: repairs[layer].residual)[: self.settings.candidates])
 
     def _start(self, layers: int) -> Path:
         """The checkpoint that a recovery starts from."""
@@ -294,7 +304,7 @@ class _Pruning:
                 pending,
                 self.bundle.target.identity,
                 f"{self.config.name}-prune-{layers}-{CONTENT}",
-                # recovery never hands on a worse drafter than the bare removal
+                # recovery never hands on a worse drafter than it started from
                 measure_start=True,
             )
             trainer = stage_trainer(

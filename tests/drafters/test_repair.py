@@ -55,7 +55,7 @@ def seen_by(drafter: Any, target: Target, batch: PackedBatch, layer: nn.Module, 
 def test_a_repair_is_the_weighted_ridge_regression_of_what_the_layer_added(scene: Scene) -> None:
     drafter, target, batches, _ = scene
     layers = layers_of(drafter)
-    repairs = fit_repairs(drafter, target, batches, range(len(layers)))
+    repairs = fit_repairs(drafter, target, batches, range(len(layers)), stored=torch.float32)
     assert sorted(repairs) == list(range(1, len(layers)))
     for index, repair in repairs.items():
         rows, missing, weights = [], [], []
@@ -79,9 +79,8 @@ def test_a_repair_is_the_weighted_ridge_regression_of_what_the_layer_added(scene
         weight = mlp_output(layers[index - 1]).weight
         torch.testing.assert_close((repair.weight_HI - weight).double(), change.T, atol=2e-5, rtol=2e-3)
         left = ((y - a @ change).square().mean(-1) * w).sum() / importance.sum()
-        whole = (y.square().mean(-1) * w).sum() / importance.sum()
         assert repair.residual == pytest.approx(float(left), rel=1e-3)
-        assert repair.residual < float(whole)
+        assert repair.rows == len(a)
 
 
 def test_the_sweep_measures_repaired_removals_and_leaves_the_drafter_as_it_was(scene: Scene) -> None:
@@ -97,3 +96,37 @@ def test_the_sweep_measures_repaired_removals_and_leaves_the_drafter_as_it_was(s
         assert replay(pruned, target, documents) == results
     bare = replay_without_each_layer(drafter, target, documents, range(depth))
     assert swept[0] == bare[0] and swept != bare
+
+
+def stream_error(pruned: Any, drafter: Any, target: Target, index: int, batches: list[PackedBatch]) -> float:
+    """How far the pruned drafter's stream is from the whole one's where the removed layer used to end."""
+    total, weight = 0.0, 0.0
+    for batch in batches:
+        wanted = seen_by(drafter, target, batch, layers_of(drafter)[index], "output")
+        got = seen_by(pruned, target, batch, layers_of(pruned)[index - 1], "output")
+        error = (got - wanted).square().mean(-1) / wanted.square().mean(-1)
+        emphasis = torch.ones_like(error)
+        if isinstance(drafter, D3DDrafter):
+            emphasis[: batch.num_tokens][batch.position_ids_T == 0] = FIRST_TOKEN_WEIGHT
+        total += float((error * emphasis).sum())
+        weight += float(emphasis.sum())
+    return total / weight
+
+
+def test_a_repaired_drafter_is_nearer_to_the_whole_one(scene: Scene) -> None:
+    drafter, target, batches, _ = scene
+    repairs = fit_repairs(drafter, target, batches, range(len(layers_of(drafter))), stored=torch.float32)
+    for index, repair in repairs.items():
+        bare, repaired = copied(drafter), copied(drafter)
+        remove_layer(bare, index)
+        remove_layer(repaired, index, repair.weight_HI)
+        left = stream_error(repaired, drafter, target, index, batches)
+        assert left == pytest.approx(repair.residual, rel=1e-3)
+        assert left < stream_error(bare, drafter, target, index, batches)
+
+
+def test_a_repair_is_rounded_as_checkpoints_are(scene: Scene) -> None:
+    drafter, target, batches, _ = scene
+    exact = fit_repairs(drafter, target, batches, [1], stored=torch.float32)[1].weight_HI
+    rounded = fit_repairs(drafter, target, batches, [1])[1].weight_HI
+    assert torch.equal(rounded, exact.bfloat16().float()) and not torch.equal(rounded, exact)

@@ -8,14 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from drafters.checkpoint import drafter_digest, load_drafter
 from drafters.d3d import D3DDrafter
+from drafters.fill import Drafter
+from drafters.layers import layers_of, mlp_output, remove_layer
+from drafters.repair import Repair
+from drafters.replay import replay, total_acceptance_length
 from lightning_modules.callbacks.finite_guard import FiniteGuard
 from pipeline.cli import main
 from pipeline.config import load_config
-from pipeline.models import read_identity
+from pipeline.corpus import train_and_validation
+from pipeline.models import load_drafter_for, load_target, read_identity
+from pipeline.stages import prune as prune_stage
 from pipeline.stages.context import registry_for
 from pipeline.stages.whole import serve_and_learn
 
@@ -94,7 +101,8 @@ def test_prune_keeps_every_depth_and_never_makes_it_worse_by_recovering(trained:
         removal = step["removal"]
         assert removal["measured"] == list(range(step["layers"] + 1))
         assert removal["importance"][removal["removed"]] == max(removal["importance"])
-        assert step["tau"] >= max(removal["importance"]) - 1e-9
+        assert removal["tau_start"] == max(*removal["importance"], removal["tau_unrecovered"])
+        assert step["tau"] >= removal["tau_start"] - 1e-9
         plain = AutoModelForCausalLM.from_pretrained(
             trained / "out" / "prune" / f"layers-{step['layers']:03d}" / "drafter"
         )
@@ -142,6 +150,66 @@ def test_pruning_is_not_resumed_with_another_drafter_or_other_settings(
     # but further than was asked for first
     assert call("prune", *D3D, *words, "--set", "prune.layers=3", "--resume") == 0
     assert result(trained, "prune")["layers"] == 3
+
+
+def weights_of(directory: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = load_drafter(directory).drafter.state_dict()
+    return weights
+
+
+def test_what_recovery_starts_from_is_as_good_as_measured(trained: Path) -> None:
+    assert call("prune", *D3D, *PRUNE, "--set", "prune.candidates=2") == 0
+    config = load_config(trained / "tiny.yaml", ["drafter.family=d3d"])
+    bundle = load_target(config)
+    _, validation = train_and_validation(config, bundle.target.identity)
+    for step in result(trained, "prune")["steps"]:
+        removal = step["removal"]
+        assert len(removal["measured"]) == len(removal["importance"]) == min(2, step["layers"])
+        assert removal["removed"] in removal["measured"] and 0 not in removal["measured"]
+        start = trained / "out" / "prune" / f"layers-{step['layers']:03d}" / "start"
+        drafter = load_drafter_for(start, bundle, dtype=bundle.target.dtype).drafter
+        assert total_acceptance_length(replay(drafter, bundle.target, validation)) == removal["tau_start"]
+
+
+def test_without_repair_recovery_starts_from_the_bare_removal(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = [*PRUNE, "--set", "prune.repair=false"]
+    assert call("prune", *D3D, *bare, "--set", "prune.candidates=2") == 2
+    assert "candidates are ranked by their repairs" in capsys.readouterr().err
+    assert call("prune", *D3D, *bare) == 0
+    (first, *_) = result(trained, "prune")["steps"]
+    removal = first["removal"]
+    assert removal["tau_start"] == removal["tau_unrecovered"] == max(removal["importance"])
+    whole = load_drafter(trained / "out" / "train" / "drafter").drafter
+    remove_layer(whole, removal["removed"])
+    start = weights_of(trained / "out" / "prune" / f"layers-{first['layers']:03d}" / "start")
+    assert all(torch.equal(tensor, start[name]) for name, tensor in whole.state_dict().items())
+
+
+def test_a_repair_that_does_harm_is_left_out(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def harmful(drafter: Drafter, *_: Any) -> dict[int, Repair]:
+        layers = layers_of(drafter)
+        return {
+            i: Repair(torch.zeros_like(mlp_output(layers[i]).weight), 0.0, 1) for i in range(1, len(layers))
+        }
+
+    monkeypatch.setattr(prune_stage, "fit_repairs", harmful)
+    assert call("prune", *D3D, *PRUNE, "--set", "prune.layers=3", "--set", "prune.candidates=2") == 0
+    (step,) = result(trained, "prune")["steps"]
+    removal = step["removal"]
+    assert removal["tau_unrecovered"] > max(removal["importance"])
+    assert removal["tau_start"] == removal["tau_unrecovered"] <= step["tau"]
+
+
+def test_a_state_of_another_version_is_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("prune", *D3D, *PRUNE) == 0
+    path = trained / "out" / "prune" / "state.json"
+    state = json.loads(path.read_text())
+    del state["steps"][0]["removal"]["tau_unrecovered"]
+    path.write_text(json.dumps(state))
+    assert call("prune", *D3D, *PRUNE, "--resume") == 2
+    assert "of another version of draftsmith" in capsys.readouterr().err
 
 
 def test_a_floor_that_nothing_meets_keeps_the_whole_drafter(trained: Path) -> None:
