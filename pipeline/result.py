@@ -108,7 +108,7 @@ class StageRun:
         non_finite: list[str] = []
         metrics = _plain(self.metrics, "", non_finite)
         outputs = {self._key(path): hash_path(path) for path in self._outputs}
-        commit, dirty = _git_state()
+        commit, dirty = git_state()
         return StageResult(
             stage=self.stage,
             config_hash=self.config_hash,
@@ -244,7 +244,7 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def _git_state() -> tuple[str | None, bool | None]:
+def git_state() -> tuple[str | None, bool | None]:
     """Commit of the checkout this package runs from, and whether tracked files differ from it.
 
     An installed copy below some other project's checkout must not report that project's commit, so
