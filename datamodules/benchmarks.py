@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain, islice, zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,14 @@ def _distinct(spec: BenchmarkSpec, conversations: list[Conversation]) -> list[Co
     return result
 
 
-def _rows(spec: BenchmarkSpec) -> Iterable[Mapping[str, Any]]:
+def _rows(spec: BenchmarkSpec) -> Iterator[Mapping[str, Any]]:
+    """Read row by row, since of a large set only the first are wanted."""
     from datasets import load_dataset
 
     options: dict[str, Any] = {"data_files": list(spec.data_files)} if spec.data_files else {}
     try:
-        # read row by row: of a large set only the first are wanted
         rows = load_dataset(spec.dataset, spec.config, split=spec.split, streaming=True, **options)
-        first = list(islice(rows, 1))
+        yield from islice(rows, spec.rows)
     # the library raises anything from ConnectionError to ValueError here
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -98,7 +98,6 @@ def _rows(spec: BenchmarkSpec) -> Iterable[Mapping[str, Any]]:
             f"benchmark {spec.name}: cannot load {spec.source} ({reason[0]}); it needs a network or a filled datasets cache "
             f"(HF_HOME). A local file does as well: --benchmark {spec.name}=PATH"
         ) from error
-    return chain(first, islice(rows, 1, spec.rows))
 
 
 def _conversation(spec: BenchmarkSpec, row: Mapping[str, Any], number: int) -> Conversation | None:

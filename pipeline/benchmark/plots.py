@@ -28,7 +28,7 @@ def all_plots(report: Report, cells: Sequence[Cell]) -> list[Plot]:
     ]
     plots = []
     if drafted:
-        plots.append(_domains(drafted))
+        plots.append(_domains(report, drafted))
         plots.append(_benchmarks(report, drafted))
         if any(figures["positions"] for figures, _ in drafted):
             plots.append(_positions(report, [figures for figures, _ in drafted]))
@@ -44,11 +44,11 @@ def _rates(cell: Cell) -> list[tuple[str, float]]:
     return [(d.domain, (d.acceptance_length - 1) / drafts) for d in document_sums(cell.answers) if d.rounds]
 
 
-def _domains(drafted: Sequence[tuple[Report, Cell]]) -> Plot:
+def _domains(report: Report, drafted: Sequence[tuple[Report, Cell]]) -> Plot:
     by_name: dict[str, dict[str, list[float]]] = {}
     for figures, cell in drafted:
         for domain, rate in _rates(cell):
-            by_name.setdefault(name_of(figures), {}).setdefault(domain, []).append(rate)
+            by_name.setdefault(name_of(report, figures), {}).setdefault(domain, []).append(rate)
     figure, panels = new_figure(width=4 * max(2, len(by_name)), columns=len(by_name))
     top = max((max(r) for rates in by_name.values() for r in rates.values()), default=0.0)
     bins = np.linspace(0, max(top, 0.05), 21).tolist()
@@ -63,7 +63,7 @@ def _domains(drafted: Sequence[tuple[Report, Cell]]) -> Plot:
 
 
 def _benchmarks(report: Report, drafted: Sequence[tuple[Report, Cell]]) -> Plot:
-    names = list(dict.fromkeys(name_of(figures) for figures, _ in drafted))
+    names = list(dict.fromkeys(name_of(report, figures) for figures, _ in drafted))
     figure, (axes,) = new_figure(width=max(7, 1.2 * len(drafted)))
     labels, positions, colours = [], [], {}
     for place, benchmark in enumerate(report["benchmarks"]):
@@ -72,7 +72,7 @@ def _benchmarks(report: Report, drafted: Sequence[tuple[Report, Cell]]) -> Plot:
         for figures, cell in drafted:
             if cell.key.benchmark != benchmark:
                 continue
-            index = names.index(name_of(figures))
+            index = names.index(name_of(report, figures))
             values = [d.acceptance_length for d in document_sums(cell.answers) if d.rounds]
             drawn = axes.boxplot(
                 [values], positions=[place * (len(names) + 1) + index], widths=0.8, patch_artist=True
@@ -94,9 +94,16 @@ def _positions(report: Report, drafted: Sequence[Report]) -> Plot:
         for figures in drafted:
             if figures["benchmark"] == benchmark and figures["positions"]:
                 values = [np.nan if v is None else v for v in figures["positions"]["overall"]]
-                axes.plot(range(1, len(values) + 1), values, marker="o", markersize=3, label=name_of(figures))
+                axes.plot(
+                    range(1, len(values) + 1),
+                    values,
+                    marker="o",
+                    markersize=3,
+                    label=name_of(report, figures),
+                )
         axes.set_title(report["benchmarks"][benchmark]["title"], fontsize=10)
         axes.set_xlabel("slot")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylim(0, 1)
         axes.legend(fontsize=8)
     panels[0].set_ylabel("accepted, of all rounds")
@@ -110,7 +117,7 @@ def _speed(report: Report) -> Plot:
         by_name: dict[str, list[Report]] = {}
         for figures in report["cells"]:
             if figures["benchmark"] == benchmark:
-                by_name.setdefault(name_of(figures), []).append(figures)
+                by_name.setdefault(name_of(report, figures), []).append(figures)
         for name, found in by_name.items():
             speeds = [figures["tokens_per_s"] for figures in found]
             points = [speed["point"] for speed in speeds]
@@ -124,6 +131,7 @@ def _speed(report: Report) -> Plot:
             )
         axes.set_title(report["benchmarks"][benchmark]["title"], fontsize=10)
         axes.set_xlabel("conversations under way")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylim(bottom=0)
         axes.legend(fontsize=8)
     panels[0].set_ylabel("tokens/s")
@@ -138,6 +146,7 @@ def _by_slot(divergence: Report) -> Plot:
     axes.plot(slots, [row["p50"] for row in rows], marker="o", label="median and quartiles")
     axes.plot(slots, [row["mean"] for row in rows], linestyle="--", label="mean")
     axes.set_xlabel("slot")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("KL(draft ‖ target), nats")
     axes.legend()
     label = divergence["drafter"]
@@ -153,7 +162,7 @@ def _heat_map(divergence: Report) -> Plot:
     rows = -(-len(values) // HEAT_COLUMNS)
     grid = np.full(rows * HEAT_COLUMNS, np.nan)
     grid[: len(values)] = [np.nan if value is None else value for value in values]
-    figure, (axes,) = new_figure(height=1.2 + 0.22 * rows)
+    figure, (axes,) = new_figure(height=max(2.4, 1.2 + 0.22 * rows))
     image = axes.imshow(grid.reshape(rows, HEAT_COLUMNS), cmap="Reds", vmin=0, aspect="auto")
     axes.set_xlabel("token, left to right and down; blank: not drafted")
     axes.set_yticks(range(rows), [str(row * HEAT_COLUMNS) for row in range(rows)], fontsize=7)

@@ -66,8 +66,11 @@ def documents_csv(cells: Sequence[Cell]) -> str:
         key = cell.key
         for d, shared in zip(documents, shared_seconds(cell, documents), strict=True):
             rows.append(
-                [key.benchmark, key.drafter, key.method, key.concurrency, d.document_id, d.domain, d.language]
-                + [d.committed, d.rounds, d.tokens, repr(d.seconds), repr(shared)]
+                [
+                    *(key.benchmark, key.drafter, key.method, key.concurrency),
+                    *(d.document_id, d.domain, d.language),
+                    *(d.committed, d.rounds, d.tokens, repr(d.seconds), repr(shared)),
+                ]
             )
     return csv_text(DOCUMENT_COLUMNS, rows)
 

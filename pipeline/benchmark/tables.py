@@ -76,31 +76,38 @@ def csv_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return buffer.getvalue()
 
 
-def name_of(cell: Row) -> str:
-    """Method and drafter of a cell."""
-    return f"{cell['method']} ({cell['drafter']})" if cell["drafter"] else "AR"
+def name_of(report: Row, cell: Row) -> str:
+    """Method of a cell, and its drafter if the report has several."""
+    if not cell["drafter"]:
+        return "AR"
+    several = len({c["drafter"] for c in report["cells"] if c["drafter"]}) > 1
+    return f"{cell['method']} ({cell['drafter']})" if several else str(cell["method"])
 
 
 def speedup_table(report: Row) -> Table:
     """Speedup and τ by benchmark, method and concurrency: AdaFlash's Table 1, and D3D's, which gives the block size."""
     benchmarks = report["benchmarks"]
     shown = [cell for cell in report["cells"] if cell["method"] != "ar"] or report["cells"]
+    several = len(benchmarks) > 1
     rows: list[list[str]] = []
     values: list[list[float | None]] = []
-    keys = list(dict.fromkeys((name_of(c), c["block_size"], c["concurrency"]) for c in shown))
+    keys = list(dict.fromkeys((name_of(report, c), c["block_size"], c["concurrency"]) for c in shown))
     for name, block_size, concurrency in keys:
-        of_row = {c["benchmark"]: c for c in shown if (name_of(c), c["concurrency"]) == (name, concurrency)}
+        of_row = {
+            c["benchmark"]: c for c in shown if (name_of(report, c), c["concurrency"]) == (name, concurrency)
+        }
         numbers: list[float | None] = []
         for benchmark in benchmarks:
             cell = of_row.get(benchmark)
             numbers += [_point(cell, "speedup"), _point(cell, "acceptance_length")]
-        numbers += [_mean(numbers[0::2]), _mean(numbers[1::2])]
+        if several:
+            numbers += [_mean(numbers[0::2]), _mean(numbers[1::2])]
         values.append(numbers)
         texts = [_number(v, "{:.2f}×" if i % 2 == 0 else "{:.2f}") for i, v in enumerate(numbers)]
         rows.append([name if block_size == 1 else f"{name} [{block_size}]", str(concurrency), *texts])
-    titles = [(entry["title"], 2) for entry in benchmarks.values()] + [("Avg.", 2)]
+    titles = [(entry["title"], 2) for entry in benchmarks.values()] + [("Avg.", 2)] * several
     groups = groupby([entry["group"] for entry in benchmarks.values()])
-    over = [(group, 2 * len(list(members))) for group, members in groups] + [("", 2)]
+    over = [(group, 2 * len(list(members))) for group, members in groups] + [("", 2)] * several
     columns = ["Method [block size]", "Conc.", *["Speedup", "τ"] * len(titles)]
     bold = {
         (r, 2 + c)
@@ -116,13 +123,13 @@ def speedup_table(report: Row) -> Table:
 def throughput_table(report: Row) -> Table:
     """Tokens per second, and the speedup in parentheses, by requests under way: D3D's Table 2."""
     benchmarks = report["benchmarks"]
-    keys = list(dict.fromkeys((name_of(c), c["concurrency"]) for c in report["cells"]))
+    keys = list(dict.fromkeys((name_of(report, c), c["concurrency"]) for c in report["cells"]))
     rows = []
     for name, concurrency in keys:
         of_row = {
             c["benchmark"]: c
             for c in report["cells"]
-            if (name_of(c), c["concurrency"]) == (name, concurrency)
+            if (name_of(report, c), c["concurrency"]) == (name, concurrency)
         }
         texts = [name, str(concurrency)]
         for benchmark in benchmarks:
@@ -143,7 +150,7 @@ def detail_table(report: Row) -> Table:
     rows = [
         [
             report["benchmarks"][cell["benchmark"]]["title"],
-            name_of(cell),
+            name_of(report, cell),
             str(cell["concurrency"]),
             interval_text(cell["acceptance_length"], "{:.3f}"),
             _number(cell["acceptance_rate"], "{:.3f}"),
@@ -168,7 +175,7 @@ def group_table(report: Row) -> Table:
             rows.append(
                 [
                     report["benchmarks"][cell["benchmark"]]["title"],
-                    name_of(cell),
+                    name_of(report, cell),
                     str(cell["concurrency"]),
                     kind,
                     name,

@@ -26,7 +26,7 @@ from pipeline.benchmark.plan import FOLDER, EvaluationPlan, Way, make_plan
 from pipeline.benchmark.progress import CellProgress
 from pipeline.benchmark.report import write_report
 from pipeline.benchmark.sglang_backend import SGLangBackend
-from pipeline.benchmark.tables import detail_table, speedup_table
+from pipeline.benchmark.tables import speedup_table
 from pipeline.benchmark.traffic import Asker, Completer
 from pipeline.config import Config
 from pipeline.console import say, show_table
@@ -65,8 +65,8 @@ def run_benchmarks(config: Config) -> Path:
         stage.result.add_output(directory)
         stage.result.metrics |= {"target_id": facts.identity.target_id, "cells": _metrics(report)}
         stage.tracked.log_artifact(directory)
-        for table in (speedup_table(report), detail_table(report)):
-            show_table(table.caption, table.flat_columns(), table.rows)
+        table = speedup_table(report)
+        show_table(table.caption, table.flat_columns(), table.rows)
         say(f"report: {directory / 'report.html'}")
         return stage.output
 
