@@ -176,7 +176,9 @@ class ServerSession:
             status = self._client().plugin_status()
         except SwapError as error:
             raise UserError(str(error)) from error
-        return None if status is None else (int(status["verified_rows"]), int(status["drafted_rows"]))
+        if status is None or "drafted_rows" not in status:
+            return None
+        return int(status["verified_rows"]), int(status["drafted_rows"])
 
     def _client(self) -> SGLangClient:
         client: SGLangClient | None = getattr(self._local, "client", None)

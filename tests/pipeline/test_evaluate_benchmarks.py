@@ -34,7 +34,7 @@ LINES = [
 METHODS = "ar,fixed,fixed:2,adaflash"
 SETTINGS = [
     "--max-new-tokens", "14", "--set", "benchmark.warmup_tokens=2", "--set", "benchmark.context_buckets=[40, 70]",
-    "--set", "policy.gamma=2.5"]  # fmt: skip
+    "--set", "policy.gamma=1.2"]  # fmt: skip
 
 
 def case(methods: str = METHODS, concurrency: str = "1,3") -> list[str]:
@@ -312,7 +312,9 @@ def test_everything_is_logged(evaluated: Path) -> None:
     client = open_client(f"sqlite:///{(evaluated / 'out/mlflow.db').resolve()}")
     experiment = client.get_experiment_by_name(config.tracking.experiment)
     assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id], "tags.stage = 'benchmark'")
+    (run,) = client.search_runs(
+        [experiment.experiment_id], "tags.stage = 'benchmark' and status = 'FINISHED'"
+    )
     logged = {item.path.partition("/")[2] for item in client.list_artifacts(run.info.run_id, "report")}
     assert logged == {p.name for p in (evaluated / "out/benchmark/report").iterdir()}
     name = next(key for key in run.data.metrics if key.endswith("fixed/c3.acceptance_length"))
@@ -476,11 +478,20 @@ def test_dry_run_writes_nothing(copy: Path, capsys: pytest.CaptureFixture[str]) 
         (["--method", "ar", "--no-thinking"], "thinking: the chat template"),
     ],
 )
-def test_bad_input(copy: Path, words: list[str], named: str, capfd: pytest.CaptureFixture[str]) -> None:
-    (copy / "bad.jsonl").write_text("{\n")
+def test_bad_input(
+    evaluated: Path,
+    words: list[str],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(evaluated)
+    Path("bad.jsonl").write_text("{\n")
+    before = report_of(evaluated)
     capfd.readouterr()
     assert call("evaluate", "tiny.yaml", *words) == 2
     printed = capfd.readouterr().err
     errors = [line for line in printed.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and re.search(named, errors[0]), printed
     assert "Traceback" not in printed
+    assert report_of(evaluated) == before
