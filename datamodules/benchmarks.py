@@ -18,8 +18,9 @@ _USERS = ("human", "user")
 class BenchmarkSpec:
     """Where a benchmark's conversations come from: `path`, `dataset`, or a `blend` of others.
 
-    A row of `dataset` becomes a conversation through exactly one of `prompt` (a template of its fields), `turns` (the field with
-    the list of user turns) and `conversations` (the field with a ShareGPT conversation). `group` is the heading of its column in
+    A row of `dataset` becomes a conversation through one of `prompt` (a template of its fields), `turns` (the field with the
+    list of user turns) and `conversations` (the field with a ShareGPT conversation); without any it has one of the shapes of
+    `datamodules.prompts`. `group` is the heading of its column in
     tables; `rows` bounds how much of a large set is read.
     """
 
@@ -111,6 +112,8 @@ def _conversation(spec: BenchmarkSpec, row: Mapping[str, Any], number: int) -> C
             content: dict[str, Any] = {"turns": [spec.prompt.format(**row).strip()]}
         elif spec.turns is not None:
             content = {"turns": list(row[spec.turns])}
+        elif spec.conversations is None:
+            return parse_row(row, where, domain=domain, source=spec.name)
         else:
             said = [item["value"] for item in row[str(spec.conversations)] if item["from"] in _USERS]
             content = {"turns": [text for text in said if text.strip()]}

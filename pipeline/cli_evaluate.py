@@ -45,7 +45,7 @@ def evaluate(
         typer.Option(
             metavar="NAME[=PATH]",
             show_default=False,
-            help="Benchmark to report on: a name that --list prints, a JSONL file, or heldout; may be repeated.",
+            help="What to report on: a name that --list prints, a JSONL file, OWNER/NAME of the hub, heldout; may be repeated.",
         ),
     ] = None,
     method: Annotated[

@@ -32,7 +32,10 @@ def read_catalogue() -> dict[str, BenchmarkSpec]:
 
 
 def choose_benchmarks(names: Sequence[str]) -> list[BenchmarkSpec]:
-    """Benchmarks as written: a name of the catalogue, `NAME=PATH`, or `heldout`.
+    """Benchmarks as written.
+
+    A name of the catalogue, `heldout`, a JSONL file as `NAME=PATH` or `PATH`, or a data set of the hub as `OWNER/NAME:SPLIT`,
+    whose rows have one of the shapes of prompt files.
 
     A known name given a path keeps its title and place in tables.
 
@@ -43,6 +46,8 @@ def choose_benchmarks(names: Sequence[str]) -> list[BenchmarkSpec]:
     chosen: dict[str, BenchmarkSpec] = {}
     for written in names:
         name, given, place = written.partition("=")
+        if not given and Path(name).is_file():
+            name, given, place = Path(name).stem, "=", name
         key = name.strip().lower()
         if not key or (given and not place):
             raise UserError(f"--benchmark {written}: write NAME, or NAME=PATH for a JSONL file")
@@ -57,9 +62,13 @@ def choose_benchmarks(names: Sequence[str]) -> list[BenchmarkSpec]:
             spec = BenchmarkSpec(HELDOUT, "held-out")
         elif key in known:
             spec = known[key]
+        elif "/" in name:
+            dataset, _, split = name.partition(":")
+            spec = BenchmarkSpec(key, dataset, dataset=dataset, split=split or "test")
         else:
             raise UserError(
-                f"--benchmark {written}: unknown; use one of {', '.join([*known, HELDOUT])}, or NAME=PATH for a JSONL file"
+                f"--benchmark {written}: unknown; use one of {', '.join([*known, HELDOUT])}, NAME=PATH for a JSONL file, "
+                "or a hub name, OWNER/NAME:SPLIT"
             )
         if key in chosen:
             raise UserError(f"--benchmark {written}: given twice")

@@ -14,7 +14,8 @@ class BenchmarkConfig(Section):
 
     names: list[str] = Field(
         default_factory=list,
-        description="Benchmarks: names that `evaluate --list` prints, NAME=PATH for a JSONL file, or heldout for data.heldout.",
+        description="Benchmarks: names that `evaluate --list` prints, NAME=PATH for a JSONL file, OWNER/NAME:SPLIT for the "
+        "hub, or heldout for data.heldout.",
     )
     drafters: list[str] = Field(
         default_factory=list,

@@ -81,6 +81,12 @@ def test_turns_conversations_and_domains_of_rows(hub: Callable[[Hub], list[Any]]
     assert texts(shared) == [["first", "second"]]
 
 
+def test_rows_of_a_prompt_files_shape_need_no_description(hub: Callable[[Hub], list[Any]]) -> None:
+    hub({"org/any": [{"id": "k", "domain": "qa", "messages": [{"role": "user", "content": "hi"}]}]})
+    (found,) = load_benchmark(BenchmarkSpec("org/any", "any", dataset="org/any"))
+    assert (found.id, found.domain, texts([found])) == ("k", "qa", [["hi"]])
+
+
 def test_rows_bound_what_is_read_and_limit_spreads_over_it(hub: Callable[[Hub], list[Any]]) -> None:
     class Endless(list[dict[str, Any]]):
         def __iter__(self) -> Iterator[dict[str, Any]]:
