@@ -101,8 +101,11 @@ def answer_from_server(
     output = answer.get("output_ids")
     if not isinstance(output, list) or not output:
         raise UserError(f"{url}: answers without token ids; start the server with --skip-tokenizer-init")
+    reason = meta.get("finish_reason") or {}
+    if reason.get("type") == "abort":
+        raise UserError(f"{url}: gave up a request ({reason.get('message') or 'no reason given'})")
     committed = len(output) - 1
-    rounds = meta.get("spec_verify_ct")
+    rounds = meta.get("spec_verify_ct") if committed else 0
     histogram = meta.get("spec_correct_drafts_histogram")
     if rounds is None:
         if block_size > 1 and committed:
@@ -110,11 +113,10 @@ def answer_from_server(
                 f"{url}: decodes speculatively but does not tell spec_verify_ct; use SGLang 0.5.23"
             )
         rounds = committed
-    reason = (meta.get("finish_reason") or {}).get("type")
     return _answer(
         question,
         output,
-        "stop" if reason == "stop" else "length",
+        "stop" if reason.get("type") == "stop" else "length",
         seconds,
         committed=committed,
         rounds=int(rounds),

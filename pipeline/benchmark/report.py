@@ -40,6 +40,18 @@ def write_report(directory: Path, report: dict[str, Any], cells: Sequence[Cell])
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".report.", dir=directory.parent))
+    try:
+        _write_files(staging, report, cells)
+        staging.chmod(0o755)
+        shutil.rmtree(directory, ignore_errors=True)
+        os.replace(staging, directory)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return directory
+
+
+def _write_files(staging: Path, report: dict[str, Any], cells: Sequence[Cell]) -> None:
     tables = {name: make(report) for name, make in TABLES.items()}
     plots = all_plots(report, cells)
     write_json(staging / REPORT_FILE, report)
@@ -52,10 +64,6 @@ def write_report(directory: Path, report: dict[str, Any], cells: Sequence[Cell])
     for name, _, png in plots:
         (staging / f"{name}.png").write_bytes(png)
     (staging / "report.html").write_text(_page(report, tables, plots), encoding="utf-8")
-    staging.chmod(0o755)
-    shutil.rmtree(directory, ignore_errors=True)
-    os.replace(staging, directory)
-    return directory
 
 
 def documents_csv(cells: Sequence[Cell]) -> str:

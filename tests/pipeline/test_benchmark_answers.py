@@ -95,12 +95,22 @@ def test_a_server_tells_sums() -> None:
     ("answer", "named"),
     [
         ({"text": "hello", "meta_info": {}}, "http://x: answers without token ids"),
+        (
+            server_answer(finish_reason={"type": "abort", "message": "no memory"}),
+            r"gave up a request \(no memory\)",
+        ),
         (server_answer(), "http://x: .* does not tell spec_verify_ct"),
     ],
 )
 def test_a_server_that_does_not_tell_enough(answer: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
         answer_from_server(QUESTION, answer, 1.0, block_size=4, url="http://x")
+
+
+def test_an_answer_of_one_token_has_no_rounds() -> None:
+    answer = {"output_ids": [5], "meta_info": {"finish_reason": {"type": "stop"}, "spec_verify_ct": 1}}
+    found = answer_from_server(QUESTION, answer, 1.0, block_size=4, url="u")
+    assert (found.committed, found.rounds, found.finish_reason) == (0, 0, "stop")
 
 
 def test_an_answer_survives_its_file() -> None:
