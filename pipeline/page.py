@@ -15,12 +15,25 @@ STYLE = (
 )
 
 
-def new_figure(width: float = 7, height: float = 3.4, columns: int = 1) -> tuple[Any, list[Any]]:
-    """A figure and its axes side by side, by the object interface: no global figure state, no display needed."""
+def new_figure(width: float = 7, height: float = 3.4) -> tuple[Any, Any]:
+    """A figure and its axes, by the object interface: no global figure state, no display needed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
+    return figure, figure.add_subplot()
+
+
+def new_panels(count: int) -> tuple[Any, list[Any]]:
+    """A figure with so many axes, at most four side by side."""
+    from matplotlib.figure import Figure
+
+    columns = min(count, 4)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(max(7, 3.6 * columns), 3.2 * rows), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for surplus in panels[count:]:
+        surplus.set_axis_off()
+    return figure, panels[:count]
 
 
 def png_bytes(figure: Any) -> bytes:

@@ -70,7 +70,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _domains(metrics: dict[str, Any]) -> bytes:
-    figure, (axes,) = new_figure()
+    figure, axes = new_figure()
     before, after = metrics["offline"]["by_domain"], metrics["online"]["by_domain"]
     places = range(len(before))
     axes.bar([p - 0.2 for p in places], list(before.values()), 0.4, label="offline drafter")
@@ -83,7 +83,7 @@ def _domains(metrics: dict[str, Any]) -> bytes:
 
 
 def _positions(metrics: dict[str, Any]) -> bytes:
-    figure, (axes,) = new_figure()
+    figure, axes = new_figure()
     for label, key in (("offline drafter", "offline"), ("online drafter", "online")):
         values = metrics[key]["by_position"]
         axes.plot(range(1, len(values) + 1), values, marker="o", label=label)
@@ -95,7 +95,7 @@ def _positions(metrics: dict[str, Any]) -> bytes:
 
 
 def _rounds(online: dict[str, Any]) -> bytes:
-    figure, (axes,) = new_figure()
+    figure, axes = new_figure()
     judged = [o for o in online["outcomes"] if o["gate"].get("champion") is not None]
     numbers = [o["round_index"] + 1 for o in judged]
     axes.plot(numbers, [o["gate"]["champion"] for o in judged], marker="s", label="champion at the time")

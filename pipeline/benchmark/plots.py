@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.benchmark.cells import Cell
 from pipeline.benchmark.documents import document_sums
 from pipeline.benchmark.tables import name_of
-from pipeline.page import new_figure, png_bytes
+from pipeline.page import new_figure, new_panels, png_bytes
 
 Report = dict[str, Any]
 HEAT_COLUMNS = 32
@@ -49,7 +49,7 @@ def _domains(report: Report, drafted: Sequence[tuple[Report, Cell]]) -> Plot:
     for figures, cell in drafted:
         for domain, rate in _rates(cell):
             by_name.setdefault(name_of(report, figures), {}).setdefault(domain, []).append(rate)
-    figure, panels = new_figure(width=4 * max(2, len(by_name)), columns=len(by_name))
+    figure, panels = new_panels(len(by_name))
     top = max((max(r) for rates in by_name.values() for r in rates.values()), default=0.0)
     bins = np.linspace(0, max(top, 0.05), 21).tolist()
     for axes, (name, rates) in zip(panels, by_name.items(), strict=True):
@@ -64,7 +64,7 @@ def _domains(report: Report, drafted: Sequence[tuple[Report, Cell]]) -> Plot:
 
 def _benchmarks(report: Report, drafted: Sequence[tuple[Report, Cell]]) -> Plot:
     names = list(dict.fromkeys(name_of(report, figures) for figures, _ in drafted))
-    figure, (axes,) = new_figure(width=max(7, 1.2 * len(drafted)))
+    figure, axes = new_figure(width=max(7, 1.2 * len(drafted)))
     labels, positions, colours = [], [], {}
     for place, benchmark in enumerate(report["benchmarks"]):
         labels.append(report["benchmarks"][benchmark]["title"])
@@ -89,7 +89,7 @@ def _positions(report: Report, drafted: Sequence[Report]) -> Plot:
     benchmarks = [
         b for b in report["benchmarks"] if any(f["benchmark"] == b and f["positions"] for f in drafted)
     ]
-    figure, panels = new_figure(width=4 * max(2, len(benchmarks)), columns=len(benchmarks))
+    figure, panels = new_panels(len(benchmarks))
     for axes, benchmark in zip(panels, benchmarks, strict=True):
         for figures in drafted:
             if figures["benchmark"] == benchmark and figures["positions"]:
@@ -112,7 +112,7 @@ def _positions(report: Report, drafted: Sequence[Report]) -> Plot:
 
 def _speed(report: Report) -> Plot:
     benchmarks = list(report["benchmarks"])
-    figure, panels = new_figure(width=4 * max(2, len(benchmarks)), columns=len(benchmarks))
+    figure, panels = new_panels(len(benchmarks))
     for axes, benchmark in zip(panels, benchmarks, strict=True):
         by_name: dict[str, list[Report]] = {}
         for figures in report["cells"]:
@@ -131,7 +131,7 @@ def _speed(report: Report) -> Plot:
             )
         axes.set_title(report["benchmarks"][benchmark]["title"], fontsize=10)
         axes.set_xlabel("conversations under way")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xticks(sorted({figures["concurrency"] for figures in report["cells"]}))
         axes.set_ylim(bottom=0)
         axes.legend(fontsize=8)
     panels[0].set_ylabel("tokens/s")
@@ -140,13 +140,13 @@ def _speed(report: Report) -> Plot:
 
 def _by_slot(divergence: Report) -> Plot:
     rows = divergence["by_slot"]
-    figure, (axes,) = new_figure()
+    figure, axes = new_figure()
     slots = [row["slot"] for row in rows]
     axes.fill_between(slots, [row["p25"] for row in rows], [row["p75"] for row in rows], alpha=0.3)
     axes.plot(slots, [row["p50"] for row in rows], marker="o", label="median and quartiles")
     axes.plot(slots, [row["mean"] for row in rows], linestyle="--", label="mean")
     axes.set_xlabel("slot")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xticks(slots)
     axes.set_ylabel("KL(draft ‖ target), nats")
     axes.legend()
     label = divergence["drafter"]
@@ -162,7 +162,7 @@ def _heat_map(divergence: Report) -> Plot:
     rows = -(-len(values) // HEAT_COLUMNS)
     grid = np.full(rows * HEAT_COLUMNS, np.nan)
     grid[: len(values)] = [np.nan if value is None else value for value in values]
-    figure, (axes,) = new_figure(height=max(2.4, 1.2 + 0.22 * rows))
+    figure, axes = new_figure(height=max(2.4, 1.2 + 0.22 * rows))
     image = axes.imshow(grid.reshape(rows, HEAT_COLUMNS), cmap="Reds", vmin=0, aspect="auto")
     axes.set_xlabel("token, left to right and down; blank: not drafted")
     axes.set_yticks(range(rows), [str(row * HEAT_COLUMNS) for row in range(rows)], fontsize=7)

@@ -165,6 +165,17 @@ def detail_table(report: Row) -> Table:
     return Table(f"All figures, with {percent} bootstrap intervals over conversations", columns, rows, 2)
 
 
+def short_table(report: Row) -> Table:
+    """What fits a terminal: a line for each cell."""
+    whole = detail_table(report)
+    kept = ["Benchmark", "Method", "Conc.", "τ", "Speedup", "TPS"]
+    places = [whole.columns.index(name) for name in kept]
+    rows = [
+        [row[place].partition(" [")[0] if place > 3 else row[place] for place in places] for row in whole.rows
+    ]
+    return Table(whole.caption, kept, rows, 2)
+
+
 def group_table(report: Row) -> Table:
     """τ by domain, language and length of context."""
     rows = []

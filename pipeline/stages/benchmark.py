@@ -10,7 +10,7 @@ from pipeline.benchmark.measuring import Evaluation
 from pipeline.benchmark.plan import FOLDER, make_plan
 from pipeline.benchmark.report import write_report
 from pipeline.benchmark.summary import main_figures, make_report
-from pipeline.benchmark.tables import speedup_table
+from pipeline.benchmark.tables import short_table
 from pipeline.config import Config
 from pipeline.console import say, show_table
 from pipeline.models import read_tokenizer
@@ -44,7 +44,7 @@ def run_benchmarks(config: Config) -> Path:
         stage.result.add_output(directory)
         stage.result.metrics |= {"target_id": facts.identity.target_id, "cells": main_figures(report)}
         stage.tracked.log_artifact(directory)
-        table = speedup_table(report)
-        show_table(table.caption, table.flat_columns(), table.rows)
+        table = short_table(report)
+        show_table(table.caption, table.columns, table.rows)
         say(f"report: {directory / 'report.html'}")
         return stage.output
