@@ -15,18 +15,31 @@ from drafters.errors import UserError
 
 Span = tuple[int, int]
 
+THINKING_VARIABLE = "enable_thinking"
+
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
-def render_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def render_prompt(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, thinking: bool | None = None
+) -> list[int]:
     """Token ids of the messages followed by the header of the assistant's next turn.
 
-    Special tokens come from the template alone; the tokenizer adds none of its own.
+    Special tokens come from the template alone; the tokenizer adds none of its own. `thinking` sets the template's variable
+    `enable_thinking`; None leaves it to the template.
 
     Raises:
-        UserError: no chat template, or the template refuses the messages.
+        UserError: no chat template, it has no such variable, or it refuses the messages.
     """
-    return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt=True))
+    variables: dict[str, Any] = {}
+    if thinking is not None:
+        if THINKING_VARIABLE not in template_text(tokenizer):
+            raise UserError(
+                f"thinking: the chat template of {tokenizer.name_or_path!r} has no variable {THINKING_VARIABLE}; leave "
+                "thinking unset for this model"
+            )
+        variables[THINKING_VARIABLE] = thinking
+    return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt=True, **variables))
 
 
 def render_conversation(
@@ -80,7 +93,9 @@ def template_text(tokenizer: Any) -> str:
         ) from error
 
 
-def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+def _render(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, **variables: Any
+) -> str:
     from jinja2 import TemplateError
 
     template = template_text(tokenizer)
@@ -90,6 +105,7 @@ def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, add_genera
             chat_template=template,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
+            **variables,
         )
     except (TemplateError, ValueError, TypeError) as error:
         raise UserError(f"the chat template refuses the conversation: {error}") from error

@@ -30,20 +30,33 @@ class GeneratedDocument:
 
 @dataclass
 class Dialogue:
-    """A conversation under way: `history` is what has been said, `pending` is still to be asked."""
+    """A conversation under way: `history` is what has been said, `pending` is still to be asked.
+
+    `thinking` is handed to the chat template; `after_length` also asks on after an answer that ran into the token limit.
+    """
 
     conversation: Conversation
     history: list[Message]
     pending: list[list[Message]]
     prompt_ids: list[int]
     documents: list[GeneratedDocument]
+    thinking: bool | None = None
+    after_length: bool = False
 
     @classmethod
-    def begin(cls, conversation: Conversation, tokenizer: Any) -> Dialogue:
+    def begin(
+        cls,
+        conversation: Conversation,
+        tokenizer: Any,
+        *,
+        thinking: bool | None = None,
+        after_length: bool = False,
+    ) -> Dialogue:
         """The dialogue before its first answer."""
         first, *pending = user_turns(conversation)
-        prompt_ids = render_prompt(tokenizer, first)
-        return cls(conversation, first, pending, prompt_ids, [GeneratedDocument(0, prompt_ids)])
+        prompt_ids = render_prompt(tokenizer, first, thinking=thinking)
+        documents = [GeneratedDocument(0, prompt_ids)]
+        return cls(conversation, first, pending, prompt_ids, documents, thinking, after_length)
 
     def accept(self, ids: list[int], reason: FinishReason, text: str) -> None:
         """Add the target's answer to the current prompt."""
@@ -57,10 +70,10 @@ class Dialogue:
     def ask_next(self, tokenizer: Any, max_prompt_tokens: int | None) -> bool:
         """Make the prompt of the next turn; False if there is none."""
         document = self.documents[-1]
-        if not self.pending or document.finish_reason == "length":
+        if not self.pending or (document.finish_reason == "length" and not self.after_length):
             return False
         history = self.history + self.pending[0]
-        prompt_ids = render_prompt(tokenizer, history)
+        prompt_ids = render_prompt(tokenizer, history, thinking=self.thinking)
         if max_prompt_tokens is not None and len(prompt_ids) > max_prompt_tokens:
             return False
         self.history, self.prompt_ids = history, prompt_ids

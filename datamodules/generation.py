@@ -67,7 +67,12 @@ def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
     Raises:
         UserError: neither names one.
     """
-    configured = model.generation_config.eos_token_id
+    return configured_stop_ids(model.generation_config, tokenizer)
+
+
+def configured_stop_ids(generation_config: Any, tokenizer: Any) -> list[int]:
+    """`stop_token_ids` without the model itself."""
+    configured = generation_config.eos_token_id
     if configured is None:
         configured = []
     ids = [configured] if isinstance(configured, int) else [int(i) for i in configured]

@@ -6,7 +6,7 @@ Three row shapes are accepted, everything else is a `UserError` that names the p
 - `{"turns": ["first question", "second question"]}`: the replies are to be generated
 - `{"conversations": [{"from": "human", "value": "…"}, …]}` (ShareGPT)
 
-Optional fields of a row: `id`, `domain`, `source`.
+Optional fields of a row: `id`, `domain`, `language`, `source`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ SHAREGPT_ROLES = {
 class Conversation:
     """Messages of one conversation; each is `{"role": system|user|assistant, "content": text}`.
 
-    A conversation whose replies are still to be generated holds its user messages one after another.
+    A conversation whose replies are still to be generated holds its user messages one after another. `language` is what the
+    row says, None if it says nothing.
     """
 
     id: str
     domain: str
     messages: list[Message]
     source: str
+    language: str | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def parse_row(row: object, where: str, *, domain: str | None, source: str) -> Co
         domain=domain or _optional_text(row, "domain", where) or DEFAULT_DOMAIN,
         messages=messages,
         source=_optional_text(row, "source", where) or source,
+        language=_optional_text(row, "language", where),
     )
 
 

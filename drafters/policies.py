@@ -98,6 +98,22 @@ class FixedPolicy:
 
 
 @dataclass(frozen=True)
+class PlainPolicy:
+    """Never drafts: plain decoding by the same engine, the baseline of speed."""
+
+    name: str = "plain"
+
+    def wants_draft(self, load: Load) -> bool:
+        return False
+
+    def observe(self, timing: RoundTiming) -> None:
+        """Nothing to learn."""
+
+    def verify_len(self, hidden_NBH: torch.Tensor, embeddings_NBH: torch.Tensor, load: Load) -> torch.Tensor:
+        return torch.ones(hidden_NBH.shape[0], dtype=torch.long, device=hidden_NBH.device)
+
+
+@dataclass(frozen=True)
 class AdaFlashPolicy:
     """verify_len = clamp(⌊â·γ·B⌋, 1, B) with γ chosen by load (AdaFlash §3.2).
 

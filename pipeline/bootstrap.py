@@ -85,6 +85,36 @@ def paired_bootstrap_ratio(
     return _interval(float(point), differences_S, confidence)
 
 
+def paired_bootstrap_quotient(
+    committed_a: Sequence[float] | Floats,
+    rounds_a: Sequence[float] | Floats,
+    committed_b: Sequence[float] | Floats,
+    rounds_b: Sequence[float] | Floats,
+    *,
+    samples: int = 2000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Interval:
+    """(Σ committed_b ÷ Σ rounds_b) ÷ (Σ committed_a ÷ Σ rounds_a) over paired documents: a speedup, with seconds for rounds.
+
+    Arguments as `paired_bootstrap_ratio`; the sums of `committed_a` must not be zero.
+
+    Raises:
+        ValueError: as `bootstrap_ratio`, or a document without anything committed by a.
+    """
+    data_4D = _as_rows(committed_a, rounds_a, committed_b, rounds_b)
+    if (data_4D[0] <= 0).any():
+        raise ValueError("a quotient needs something committed in every document")
+    totals = data_4D.sum(axis=1)[None]
+    quotients_S = np.concatenate(
+        [
+            _ratio(sums[:, 2:]) / _ratio(sums[:, :2])
+            for sums in _resampled_sums(data_4D, samples, confidence, seed)
+        ]
+    )
+    return _interval(float(_ratio(totals[:, 2:])[0] / _ratio(totals[:, :2])[0]), quotients_S, confidence)
+
+
 def _as_rows(*columns: Sequence[float] | Floats) -> Floats:
     """Validated float64 matrix: rows alternate numerator, denominator."""
     rows = [np.asarray(column, dtype=np.float64) for column in columns]

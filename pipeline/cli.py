@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from drafters.errors import UserError
 from pipeline.cli_deploy import deploy_app
+from pipeline.cli_evaluate import compare, evaluate
 from pipeline.cli_plan import plan
 from pipeline.cli_registry import registry_app
 from pipeline.cli_retrain import retrain_app
@@ -38,8 +39,8 @@ STAGES = "Stages, in the order of the loop"
 WHOLE = "The whole loop"
 TOOLS = "Tools"
 ORDER = (
-    "data", "train", "prune", "distill", "fit-length-head", "evaluate", "deploy", "retrain", "run", "plan", "tune-policy",
-    "simulate", "registry", "config", "doctor",
+    "data", "train", "prune", "distill", "fit-length-head", "evaluate", "deploy", "retrain", "run", "compare", "plan",
+    "tune-policy", "simulate", "registry", "config", "doctor",
 )  # fmt: skip
 EPILOG = """\
 The loop: [bold]data regenerate → train → (prune) → distill → fit-length-head → evaluate → deploy[/bold], then \
@@ -77,6 +78,8 @@ app.add_typer(deploy_app, name="deploy", rich_help_panel=STAGES)
 app.add_typer(retrain_app, name="retrain", rich_help_panel=STAGES)
 app.add_typer(registry_app, name="registry", rich_help_panel=TOOLS)
 app.add_typer(config_app, name="config", rich_help_panel=TOOLS)
+command(app, "evaluate", STAGES)(evaluate)
+command(app, "compare", TOOLS)(compare)
 command(app, "plan", TOOLS)(plan)
 command(app, "simulate", TOOLS)(simulate)
 command(app, "doctor", TOOLS)(doctor)
@@ -337,35 +340,6 @@ def fit_length_head(
         return fit(call.config, drafter=start, resume=resume)
 
     call.execute("fit-length-head", stage, then="evaluate", drafter=start)
-
-
-@command(app, "evaluate", STAGES)
-def evaluate(
-    config: ConfigArgument,
-    assignments: SetOption = None,
-    output: OutputOption = None,
-    drafter: DrafterOption = None,
-    dry_run: DryRunOption = False,
-) -> None:
-    """Measure a drafter on held-out prompts.
-
-    Acceptance length by domain, tokens per second, and whether the output is exactly the target's own under every length
-    policy.
-
-    Reads the latest drafter: of OUTPUT/length_head, else of OUTPUT/distill, else of OUTPUT/train. Writes
-    OUTPUT/evaluate/result.json.
-
-    Example: draftsmith evaluate quickstart --set evaluate.lossless_prompts=4
-    """
-    call = Invocation(config, assignments, output, dry_run)
-    start = call.drafter_for("evaluate", drafter)
-
-    def stage() -> Path:
-        from pipeline.stages.evaluate import evaluate_drafter
-
-        return evaluate_drafter(call.config, drafter=start)
-
-    call.execute("evaluate", stage, then="deploy", drafter=start)
 
 
 @command(app, "tune-policy", TOOLS)

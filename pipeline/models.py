@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from datamodules.generation import stop_token_ids
+from datamodules.generation import configured_stop_ids, stop_token_ids
 from drafters.checkpoint import LoadedDrafter, load_drafter, save_drafter
 from drafters.d3d import D3DDrafter
 from drafters.dflash import DFlashDrafter
@@ -90,13 +90,43 @@ def read_identity(config: Config) -> TargetIdentity:
     Raises:
         UserError: when its tokenizer cannot be loaded.
     """
-    source = target_directory(config)
+    return read_tokenizer(config).identity
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What is known of a target without its weights; `positions` is its longest text in tokens, if it says."""
+
+    tokenizer: Any
+    identity: TargetIdentity
+    eos_ids: list[int]
+    positions: int | None
+
+
+def read_tokenizer(config: Config) -> TargetFacts:
+    """Tokenizer, identity and limits of the target, without its weights in memory.
+
+    Raises:
+        UserError: when its tokenizer or its configuration cannot be loaded.
+    """
+    source, revision = target_directory(config), config.target.revision
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=config.target.revision)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+        model_config = AutoConfig.from_pretrained(source, revision=revision)
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise UserError(f"target.model: {config.target.model} has no tokenizer here ({first_line})") from None
-    return _identity(config, source, tokenizer)
+    try:
+        generation = GenerationConfig.from_pretrained(source, revision=revision)
+    except OSError:
+        generation = GenerationConfig.from_model_config(model_config)
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    return TargetFacts(
+        tokenizer,
+        _identity(config, source, tokenizer),
+        configured_stop_ids(generation, tokenizer),
+        positions,
+    )
 
 
 def _identity(config: Config, source: str, tokenizer: Any) -> TargetIdentity:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
 from pipeline.console import say, show_table
-
-STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
-    "table{border-collapse:collapse;margin:1rem 0}td,th{padding:.3rem .8rem;border-bottom:1px solid #ddd;"
-    "text-align:right}td:first-child,th:first-child{text-align:left}img{max-width:100%}code{background:#f4f4f4}"
-)
+from pipeline.page import STYLE, html_table, inline_image, new_figure, png_bytes
 
 
 def write_report(config: Config) -> Path:
@@ -76,22 +69,8 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _figure() -> tuple[Any, Any]:
-    # the object interface: no global figure state, no display needed
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.4), layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def _png(figure: Any) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-def _domains(metrics: dict[str, Any]) -> str:
-    figure, axes = _figure()
+def _domains(metrics: dict[str, Any]) -> bytes:
+    figure, axes = new_figure()
     before, after = metrics["offline"]["by_domain"], metrics["online"]["by_domain"]
     places = range(len(before))
     axes.bar([p - 0.2 for p in places], list(before.values()), 0.4, label="offline drafter")
@@ -100,11 +79,11 @@ def _domains(metrics: dict[str, Any]) -> str:
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_ylabel("acceptance length")
     axes.legend()
-    return _png(figure)
+    return png_bytes(figure)
 
 
-def _positions(metrics: dict[str, Any]) -> str:
-    figure, axes = _figure()
+def _positions(metrics: dict[str, Any]) -> bytes:
+    figure, axes = new_figure()
     for label, key in (("offline drafter", "offline"), ("online drafter", "online")):
         values = metrics[key]["by_position"]
         axes.plot(range(1, len(values) + 1), values, marker="o", label=label)
@@ -112,11 +91,11 @@ def _positions(metrics: dict[str, Any]) -> str:
     axes.set_ylabel("P(accepted | reached)")
     axes.set_ylim(0, 1)
     axes.legend()
-    return _png(figure)
+    return png_bytes(figure)
 
 
-def _rounds(online: dict[str, Any]) -> str:
-    figure, axes = _figure()
+def _rounds(online: dict[str, Any]) -> bytes:
+    figure, axes = new_figure()
     judged = [o for o in online["outcomes"] if o["gate"].get("champion") is not None]
     numbers = [o["round_index"] + 1 for o in judged]
     axes.plot(numbers, [o["gate"]["champion"] for o in judged], marker="s", label="champion at the time")
@@ -125,21 +104,17 @@ def _rounds(online: dict[str, Any]) -> str:
     axes.set_xlabel("online round")
     axes.set_ylabel("acceptance length")
     axes.legend()
-    return _png(figure)
+    return png_bytes(figure)
 
 
 def _page(
     config: Config,
     result: dict[str, Any],
     rows: list[list[str]],
-    plots: list[tuple[str, str]],
+    plots: list[tuple[str, bytes]],
     online: dict[str, Any],
 ) -> str:
-    table = "".join(f"<tr><td>{html.escape(a)}</td><td>{html.escape(b)}</td></tr>" for a, b in rows)
-    images = "".join(
-        f"<h2>{html.escape(title)}</h2><img alt='{html.escape(title)}' src='data:image/png;base64,{data}'>"
-        for title, data in plots
-    )
+    images = "".join(inline_image(title, png) for title, png in plots)
     verdicts = "".join(
         f"<tr><td>round {o['round_index'] + 1}, version {o['version']}</td><td>{o['outcome']}</td>"
         f"<td>{html.escape(o['reason'])}</td></tr>"
@@ -154,6 +129,6 @@ def _page(
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(config.name)}</title>"
         f"<style>{STYLE}</style><h1>{html.escape(config.name)}</h1>"
         f"<p>{html.escape(result['metrics']['target']['target_id'])}, finished {result['ended_at']}, commit "
-        f"<code>{result['git_commit']}</code></p><table>{table}</table>{images}"
+        f"<code>{result['git_commit']}</code></p>{html_table([], rows)}{images}"
         f"<h2>What the gate and the canary said</h2><table>{verdicts}{refused}</table></html>"
     )

@@ -6,6 +6,7 @@ values only; the stages build from it what the rooms below work with.
 
 from __future__ import annotations
 
+from pipeline.config.benchmark import BenchmarkConfig
 from pipeline.config.data import (
     DataConfig,
     RegenerateConfig,
@@ -58,6 +59,7 @@ from pipeline.config.training import (
 
 __all__ = [
     "AlarmsConfig",
+    "BenchmarkConfig",
     "CanaryConfig",
     "Config",
     "DataConfig",

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from pipeline.config.benchmark import BenchmarkConfig
 from pipeline.config.data import (
     DataConfig,
     RegenerateConfig,
@@ -63,6 +64,7 @@ class Config(Section):
     policy: PolicyConfig = PolicyConfig()
     lookahead: LookaheadConfig = LookaheadConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    benchmark: BenchmarkConfig = BenchmarkConfig()
     tracking: TrackingConfig = TrackingConfig()
     online: OnlineConfig = OnlineConfig()
     gate: GateConfig = GateConfig()

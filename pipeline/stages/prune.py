@@ -46,7 +46,7 @@ from pipeline.result import hash_config, write_json
 from pipeline.stages.context import Stage, open_stage, tracking_for
 
 STATE = "state.json"
-DECIDING = {"seed": True, "prune": True, "data": {"row_tokens", "max_length"}}
+DECIDING: Mapping[str, bool | set[str]] = {"seed": True, "prune": True, "data": {"row_tokens", "max_length"}}
 """Of the configuration; drafter and documents are compared by content."""
 
 

@@ -95,10 +95,15 @@ def resolve_drafter(stage: Stage, name: str | None) -> Path:
         gate_policy(stage.config.gate, stage.config.seed),
         stage.config.output / "versions",
     )
-    return desk.checkpoint(_version(registry, name).version)
+    return desk.checkpoint(registered_version(registry, name).version)
 
 
-def _version(registry: Registry, name: str | None) -> RegisteredVersion:
+def registered_version(registry: Registry, name: str | None) -> RegisteredVersion:
+    """The version that `models:/NAME@ALIAS` or `models:/NAME/VERSION` means; None means the champion.
+
+    Raises:
+        UserError: when there is none.
+    """
     if name is None:
         champion = registry.champion()
         if champion is None:
@@ -113,11 +118,16 @@ def _version(registry: Registry, name: str | None) -> RegisteredVersion:
         raise UserError(f"{name}: this target's drafters are registered as {registry.model_name}")
     if not alias and number is None:
         raise UserError(f"{name}: write {MODELS}{model}@champion or {MODELS}{model}/3")
-    found = registry.get(number) if number is not None else _by_alias(registry, alias)
+    found = registry.get(number) if number is not None else aliased_version(registry, alias)
     return found
 
 
-def _by_alias(registry: Registry, alias: str) -> RegisteredVersion:
+def aliased_version(registry: Registry, alias: str) -> RegisteredVersion:
+    """The version with this alias.
+
+    Raises:
+        UserError: when none has it.
+    """
     for version in registry.list_versions():
         if alias in version.aliases:
             return version

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline import bootstrap
-from pipeline.bootstrap import bootstrap_ratio, paired_bootstrap_ratio
+from pipeline.bootstrap import bootstrap_ratio, paired_bootstrap_quotient, paired_bootstrap_ratio
 
 
 def simulate(generator: np.random.Generator, documents: int, tau: float) -> tuple[np.ndarray, np.ndarray]:
@@ -108,3 +108,25 @@ def test_pairing_removes_the_spread_between_documents() -> None:
 def test_bad_input_is_refused(committed: list[float], rounds: list[float], options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="bootstrap needs"):
         bootstrap_ratio(committed, rounds, **options)  # type: ignore[arg-type]
+
+
+def test_quotient_equals_a_loop_over_resamples_and_cancels_what_both_sides_share() -> None:
+    generator = np.random.default_rng(5)
+    tokens, seconds_a = simulate(generator, 6, 2.0)
+    seconds_b = seconds_a * generator.uniform(0.4, 0.6, 6)
+    found = paired_bootstrap_quotient(
+        tokens, seconds_a, tokens, seconds_b, samples=40, confidence=0.9, seed=7
+    )
+    draws = np.random.default_rng(7)
+    quotients = []
+    for _ in range(40):
+        chosen = np.repeat(np.arange(6), draws.multinomial(6, np.full(6, 1 / 6)))
+        a = sum(tokens[i] for i in chosen) / sum(seconds_a[i] for i in chosen)
+        b = sum(tokens[i] for i in chosen) / sum(seconds_b[i] for i in chosen)
+        quotients.append(b / a)
+    assert found.point == pytest.approx(seconds_a.sum() / seconds_b.sum())
+    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(quotients, [0.1, 0.9])))
+    same = paired_bootstrap_quotient(tokens, seconds_a, tokens, seconds_a / 2, samples=40)
+    assert (same.low, same.point, same.high) == pytest.approx((2.0, 2.0, 2.0))
+    with pytest.raises(ValueError, match="committed in every document"):
+        paired_bootstrap_quotient([0.0], [1.0], [1.0], [1.0])

@@ -114,6 +114,7 @@ def test_help_lists_the_loop_in_its_order() -> None:
         "deploy",
         "retrain",
         "run",
+        "compare",
         "plan",
         "tune-policy",
         "simulate",

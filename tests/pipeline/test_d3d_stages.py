@@ -91,6 +91,19 @@ def test_train_evaluate_and_deploy(trained: Path) -> None:
     assert champion is not None and champion.tags["family"] == "d3d"
 
 
+def test_benchmarks_decode_in_turn_and_ahead(trained: Path) -> None:
+    words = ["--limit", "4", "--max-new-tokens", "12", "--set", "lookahead.fan_out=3"]
+    assert call("evaluate", *D3D, *words, "--benchmark", "heldout") == 0
+    cells = json.loads((trained / "out/benchmark/report/report.json").read_text())["cells"]
+    assert [cell["method"] for cell in cells] == ["ar", "d3d-sync", "d3d-async"]
+    assert cells[1]["prepared_rate"] is None and 0 < cells[2]["prepared_rate"] < 1
+    texts = {
+        tuple(map(tuple, (json.loads(line)["output_ids"] for line in place.read_text().splitlines())))
+        for place in (trained / "out/benchmark/cells").glob("*/answers.jsonl")
+    }
+    assert len(texts) == 1
+
+
 def test_prune_keeps_every_depth_and_never_makes_it_worse_by_recovering(trained: Path) -> None:
     whole = depth_of(trained / "out" / "train" / "drafter")
     assert call("prune", *D3D, *PRUNE) == 0
@@ -195,7 +208,7 @@ def test_a_repair_that_does_harm_is_left_out(trained: Path, monkeypatch: pytest.
         }
 
     monkeypatch.setattr(prune_stage, "fit_repairs", harmful)
-    assert call("prune", *D3D, *PRUNE, "--set", "prune.layers=3", "--set", "prune.candidates=2") == 0
+    assert call("prune", *D3D, *PRUNE, "--set", "prune.layers=4", "--set", "prune.candidates=2") == 0
     (step,) = result(trained, "prune")["steps"]
     removal = step["removal"]
     assert removal["tau_unrecovered"] > max(removal["importance"])

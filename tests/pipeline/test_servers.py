@@ -18,7 +18,7 @@ from pipeline.doctor_sglang import examine_server, plugin_checks
 from pipeline.fleet import connect, inspect, launch_of
 from pipeline.lock import trainer_lock
 from pipeline.registry import RegisteredVersion
-from pipeline.stages.servers import _version, swap_all
+from pipeline.stages.servers import registered_version, swap_all
 from serving_bridge.sglang_http import ServerAddress, SGLangClient
 from serving_bridge.sglang_server import SGLangServer
 from tests.serving_bridge.fake_sglang import FakeSGLang, serving
@@ -182,10 +182,10 @@ def test_registered_drafters_go_by_alias_or_number(name: str | None, expected: i
         list_versions=lambda: versions,
     )
     if isinstance(expected, int):
-        assert _version(registry, name).version == expected
+        assert registered_version(registry, name).version == expected
     else:
         with pytest.raises(UserError, match=expected):
-            _version(registry, name)
+            registered_version(registry, name)
 
 
 def test_two_trainers_do_not_share_an_output(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ Interference = Callable[[dict[str, Any]], Answer | None]
 """Is shown the body of a call; what it returns is answered in place of the server's own answer."""
 
 INFO, MODEL_INFO, CHECK = "/server_info", "/model_info", "/weights_checker"
+GENERATE = "/generate"
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 BEGIN, TENSORS, END = "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"
 
@@ -35,6 +36,7 @@ class FakeSGLang:
     """A server.
 
     store: of the plugin; None for a stock server, whose weights are the payload it was sent last.
+    generate: answers requests; None for a server that is asked for nothing.
     before, after: interferences by path, or by `stage`, `commit`, `rollback`; `after` runs when the call has been done.
     """
 
@@ -55,6 +57,7 @@ class FakeSGLang:
     updating: bool = False
     weight_version: str = "v1"
     url: str = ""
+    generate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     # what tests look at
 
@@ -116,6 +119,8 @@ class FakeSGLang:
         if path == CHECK:
             checksum = {"draft": self.draft_checksum(), "target": self.target}[body["selector"]]
             return 200, {"success": True, "message": "", "ranks": [{"per_gpu_checksum": checksum}]}
+        if path == GENERATE and self.generate is not None:
+            return 200, self.generate(body)
         if path == PAUSE:
             assert body == {"mode": "in_place"}
             self.paused = True
