@@ -203,12 +203,13 @@ def test_without_repair_recovery_starts_from_the_bare_removal(
 def test_a_repair_that_does_harm_is_left_out(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def harmful(drafter: Drafter, *_: Any) -> dict[int, Repair]:
         layers = layers_of(drafter)
-        return {
-            i: Repair(torch.zeros_like(mlp_output(layers[i]).weight), 0.0, 1) for i in range(1, len(layers))
-        }
+        weights = [mlp_output(layer).weight for layer in layers]
+        return {i: Repair(-30 * weights[i - 1], 0.0, 1) for i in range(1, len(layers))}
 
     monkeypatch.setattr(prune_stage, "fit_repairs", harmful)
-    assert call("prune", *D3D, *PRUNE, "--set", "prune.layers=4", "--set", "prune.candidates=2") == 0
+    one_less = depth_of(trained / "out" / "train" / "drafter") - 1
+    words = ["--set", f"prune.layers={one_less}", "--set", "prune.candidates=2"]
+    assert call("prune", *D3D, *PRUNE, *words) == 0
     (step,) = result(trained, "prune")["steps"]
     removal = step["removal"]
     assert removal["tau_unrecovered"] > max(removal["importance"])
