@@ -9,11 +9,13 @@ from functools import cache
 from rich.console import Console
 from rich.table import Table
 
+from pipeline import ranks
+
 
 @cache
 def console() -> Console:
-    """The console of this process."""
-    return Console(highlight=False)
+    """The console of this process; of several training together only the first speaks."""
+    return Console(highlight=False, quiet=not ranks.is_first())
 
 
 def say(text: str) -> None:

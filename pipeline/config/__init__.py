@@ -47,6 +47,7 @@ from pipeline.config.training import (
     OptimConfig,
     PruneConfig,
     ReplayBufferConfig,
+    TrainerConfig,
 )
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "TargetConfig",
     "TrackingConfig",
     "TrafficConfig",
+    "TrainerConfig",
     "apply_override",
     "describe_errors",
     "find_preset",

@@ -7,13 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from pipeline import ranks
 from pipeline.config import Config
 from pipeline.console import heading, say
 from pipeline.models import TargetBundle, describe_target, load_target
 from pipeline.registry import Registry, model_name_for
-from pipeline.result import RESULT_FILE, StageRun, stage_run
+from pipeline.result import RESULT_FILE, StageRun, stage_run, unwritten_run
 from pipeline.tracking import TrackedRun, Tracking
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger
 
 
 @dataclass
@@ -23,7 +28,17 @@ class Stage:
     config: Config
     output: Path
     result: StageRun
-    tracked: TrackedRun
+    run: TrackedRun | None
+
+    @property
+    def tracked(self) -> TrackedRun:
+        """The MLflow run, which the first process has."""
+        assert self.run is not None
+        return self.run
+
+    def logger(self) -> Logger | bool:
+        """Lightning's logger into that run; none in other processes."""
+        return tracking_for(self.config).lightning_logger(self.run.run_id) if self.run is not None else False
 
     @cached_property
     def bundle(self) -> TargetBundle:
@@ -53,9 +68,17 @@ def registry_for(config: Config, target_id: str) -> Registry:
 
 @contextmanager
 def open_stage(config: Config, name: str, folder: str | None = None) -> Iterator[Stage]:
-    """Run a stage: on success `<output>/<folder>/result.json` is written and logged to MLflow."""
-    heading(name)
+    """Run a stage: on success `<output>/<folder>/result.json` is written and logged to MLflow, by the first process.
+
+    Raises:
+        UserError: when several processes run what is not made for it.
+    """
     output = config.output / (folder or name)
+    ranks.require_connection(name)
+    if not ranks.is_first():
+        yield Stage(config, output, unwritten_run(name, output, config.dump()), None)
+        return
+    heading(name)
     tracking = tracking_for(config)
     tracking.initialise()
     with tracking.run(f"{config.name}-{name}", {"stage": name}) as tracked:

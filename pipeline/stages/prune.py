@@ -20,6 +20,7 @@ from drafters.prune import layers_of, remove_layer, replay_without_each_layer
 from drafters.replay import replay, total_acceptance_length
 from lightning_modules.callbacks.export import ExportBest
 from lightning_modules.recovery import RecoveryModule
+from pipeline import ranks
 from pipeline.config import Config
 from pipeline.console import say, show_table
 from pipeline.corpus import responses_directory, train_and_validation
@@ -33,10 +34,11 @@ from pipeline.fitting import (
     stage_documents,
     stage_trainer,
 )
+from pipeline.launch import across_ranks
 from pipeline.measure import round_ms
 from pipeline.models import keep_copy, load_drafter_for, prepare_training
 from pipeline.result import hash_config, write_json
-from pipeline.stages.context import Stage, open_stage, tracking_for
+from pipeline.stages.context import Stage, open_stage
 
 STATE = "state.json"
 DECIDING = {"seed", "prune"}
@@ -102,6 +104,7 @@ class PruneState:
         )
 
 
+@across_ranks
 def prune_drafter(config: Config, *, drafter: Path, resume: bool = False) -> Path:
     """Prune down to `prune.layers`, or until τ would fall below the floor; the result is `<output>/prune/drafter`.
 
@@ -114,7 +117,8 @@ def prune_drafter(config: Config, *, drafter: Path, resume: bool = False) -> Pat
         run = _Pruning(stage, drafter, resume)
         run.go()
         directory = stage.output / "drafter"
-        keep_copy(directory, run.current, stage.bundle)
+        if ranks.is_first():
+            keep_copy(directory, run.current, stage.bundle)
         stage.result.add_output(directory)
         return directory
 
@@ -124,10 +128,11 @@ class _Pruning:
         self.stage, self.config, self.settings = stage, stage.config, stage.config.prune
         self.bundle, self.whole = stage.bundle, drafter
         self.path = stage.output / STATE
-        if not resume:
-            self.path.unlink(missing_ok=True)
-            for old in stage.output.glob("layers-*"):
-                shutil.rmtree(old)
+        with ranks.first_alone() as first:
+            if first and not resume:
+                self.path.unlink(missing_ok=True)
+                for old in stage.output.glob("layers-*"):
+                    shutil.rmtree(old)
         deciding = self.config.model_dump(mode="json", include=DECIDING)
         # when to stop may be said anew
         deciding["prune"] = {k: v for k, v in deciding["prune"].items() if k not in ("layers", "retention")}
@@ -148,6 +153,7 @@ class _Pruning:
         if wanted is not None and wanted >= self.depth:
             raise UserError(f"prune.layers: {wanted} is not below the {self.depth} layers of {drafter}")
         L.seed_everything(self.config.seed, verbose=False)
+        ranks.wait_for_all()  # until all have read what the first will write
 
     @property
     def current(self) -> Path:
@@ -201,7 +207,8 @@ class _Pruning:
             for s in self.state.steps
         ]
         show_table("pruning", ["layers", "removed", "τ without recovery", "τ", "ms per round"], rows)
-        _plot(self.state, self.depth, self.stage.output / "prune.png")
+        if ranks.is_first():
+            _plot(self.state, self.depth, self.stage.output / "prune.png")
 
     def _choose(self) -> Removal:
         if self.state.pending is None:
@@ -211,8 +218,13 @@ class _Pruning:
             order = sorted(range(len(known)), key=lambda layer: -known[layer])
             measured = sorted(order[: self.settings.candidates if self.state.steps else None])
             with self.stage.result.section("importance"):
-                swept = replay_without_each_layer(drafter, target, self.measured, measured)
-            for layer, results in zip(measured, swept, strict=True):
+                swept = ranks.spread(
+                    self.measured,
+                    lambda some: list(
+                        zip(*replay_without_each_layer(drafter, target, some, measured), strict=True)
+                    ),
+                )
+            for layer, results in zip(measured, zip(*swept, strict=True), strict=True):
                 known[layer] = total_acceptance_length(results)
             removed = max(measured, key=lambda layer: known[layer])
             self.state.pending = Removal(removed, known, measured)
@@ -258,9 +270,10 @@ class _Pruning:
             trainer = stage_trainer(
                 output,
                 self.settings,
-                logger=tracking_for(self.config).lightning_logger(self.stage.tracked.run_id),
+                logger=self.stage.logger(),
                 callbacks=[export],
                 validate=True,
+                processes=self.config.trainer,
             )
             datamodule = OfflineDataModule(
                 self.train, self.measured, packing_spec(self.config, self.settings), seed=self.config.seed
@@ -269,6 +282,8 @@ class _Pruning:
         return export.best
 
     def _register(self, directory: Path, tau: float) -> None:
+        if not ranks.is_first():
+            return
         self.stage.registry().register(
             directory,
             run_id=self.stage.tracked.run_id,
@@ -279,14 +294,16 @@ class _Pruning:
     def _tau(self, directory: Path) -> float:
         target = self.bundle.target
         drafter = load_drafter_for(directory, self.bundle, dtype=target.dtype).drafter
-        return total_acceptance_length(replay(drafter, target, self.measured))
+        results = ranks.spread(self.measured, lambda some: replay(drafter, target, some))
+        return total_acceptance_length(results)
 
     def _round_ms(self, directory: Path) -> float:
         drafter = load_drafter_for(directory, self.bundle, dtype=self.bundle.target.dtype).drafter
-        return round_ms(self.bundle, drafter, self.measured[0])
+        return ranks.decided_by_first(lambda: round_ms(self.bundle, drafter, self.measured[0]))
 
     def _save(self) -> None:
-        write_json(self.path, asdict(self.state))
+        if ranks.is_first():
+            write_json(self.path, asdict(self.state))
 
 
 def _plot(state: PruneState, depth: int, path: Path) -> None:

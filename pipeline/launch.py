@@ -1,0 +1,167 @@
+"""Starting a stage in several processes.
+
+A stage decorated with `across_ranks` starts its own processes on this machine, as many as `trainer.devices` says, and waits for
+them. Processes that torchrun has made, here or on several machines, run the stage at once. Either way the environment is
+torchrun's, so there is one kind of process to think of.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, cast
+
+from drafters.errors import UserError
+from pipeline import ranks
+from pipeline.config import Config
+
+Stage = TypeVar("Stage", bound=Callable[..., Path])
+
+START_METHOD = "forkserver"
+"""Of the processes: one that inherits neither threads nor devices of this one, which `draftsmith run` has used."""
+
+TIMEOUT = timedelta(hours=2)
+"""For one process to wait for another in a collective. A dead one is noticed at once; this is for one that is busy alone."""
+
+TORCHRUN = "torchrun --nnodes N --nproc-per-node DEVICES --rdzv-backend c10d --rdzv-endpoint HOST:PORT --no-python draftsmith …"
+
+
+def across_ranks(stage: Stage) -> Stage:
+    """Let a stage of this configuration run in all processes that `trainer` asks for; returns what the first returns.
+
+    Raises:
+        UserError: of the stage in any process, or when the processes are not those that the configuration asks for.
+    """
+
+    @functools.wraps(stage)
+    def run(config: Config, *args: Any, **kwargs: Any) -> Path:
+        trainer = config.trainer
+        if ranks.launched():
+            _require_agreement(config)
+            if trainer.world_size > 1:
+                _join(config)
+            return stage(config, *args, **kwargs)
+        if trainer.world_size == 1:
+            return stage(config, *args, **kwargs)
+        if trainer.num_nodes > 1:
+            raise UserError(
+                f"trainer.num_nodes: {trainer.num_nodes} machines need the same command on each: {TORCHRUN}"
+            )
+        return _launch(run, config, *args, **kwargs)
+
+    return cast(Stage, run)
+
+
+def _require_agreement(config: Config) -> None:
+    trainer, found = config.trainer, ranks.world_size()
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    if (found, local) != (trainer.world_size, trainer.devices):
+        raise UserError(
+            f"trainer.devices: torchrun made {found} processes, {local} on this machine; the config asks for "
+            f"{trainer.num_nodes} × {trainer.devices} (trainer.num_nodes × trainer.devices)"
+        )
+
+
+def _join(config: Config) -> None:
+    """Become one of the processes: own device, or own share of the cores, and a connection to the others."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    local_rank, devices = int(os.environ["LOCAL_RANK"]), config.trainer.devices
+    if torch.cuda.is_available():
+        if devices > torch.cuda.device_count():
+            raise UserError(f"trainer.devices: {devices}, but this machine has {torch.cuda.device_count()}")
+        torch.cuda.set_device(local_rank)
+        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=torch.device("cuda", local_rank))
+    else:
+        if config.threads is None and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // devices))
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+
+
+def _launch(stage: Callable[..., Path], config: Config, *args: Any, **kwargs: Any) -> Path:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _quiet_torchrun()
+    with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder:
+        settings = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=config.trainer.devices,
+            run_id=f"draftsmith-{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            start_method=START_METHOD,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        errors = Path(folder) / "errors"
+        errors.mkdir()
+        try:
+            returned = elastic_launch(settings, _process)(errors, stage, config, args, kwargs)
+        except ChildFailedError as failed:
+            _report(failed, errors)
+        except SignalException as stopped:
+            if stopped.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + stopped.sigval) from None
+        path: Path = returned[0]
+        return path
+
+
+def _process(errors: Path, stage: Callable[..., Path], config: Config, args: Any, kwargs: Any) -> Path:
+    """The life of one process. What went wrong is left in a file, for one process to say it."""
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return stage(config, *args, **kwargs)
+    except UserError as error:
+        (errors / str(ranks.rank())).write_text(str(error))
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def _terminated(*_: object) -> NoReturn:
+    """So that what is open is closed on the way out: an MLflow run, say."""
+    sys.exit(128 + signal.SIGTERM)
+
+
+def _report(failed: Any, errors: Path) -> NoReturn:
+    """Raises:
+    UserError: the one that ended a process, of the first if there are several.
+    """
+    said = sorted(errors.iterdir(), key=lambda path: int(path.name))
+    if said:
+        raise UserError(said[0].read_text()) from None
+    rank, failure = failed.get_first_failure()
+    how = (
+        f"was killed by {failure.signal_name()}"
+        if failure.exitcode < 0
+        else f"failed with {failure.exitcode}"
+    )
+    print(
+        f"error: training process {rank} {how}; the others were stopped (--resume goes on)", file=sys.stderr
+    )
+    raise SystemExit(1) from None
+
+
+def _quiet_torchrun() -> None:
+    """It reports every process that it stops, at length; `_report` says what there is to know."""
+    for name in ("agent.server.api", "multiprocessing.api", "multiprocessing.errors"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
