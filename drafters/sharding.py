@@ -28,9 +28,10 @@ def shard(drafter: Drafter, mesh: DeviceMesh) -> None:
         dist.broadcast(tensor.data, group=mesh.get_group(), group_src=0)
     for layer in layers_of(drafter):
         fully_shard(layer, mesh=mesh)
-        register_fsdp_forward_method(layer, "context_key_value")
     fully_shard(drafter, mesh=mesh)
     if isinstance(drafter, DFlashDrafter):
+        for layer in drafter.layers:
+            register_fsdp_forward_method(layer, "context_key_value")
         register_fsdp_forward_method(drafter, "context_key_values")
 
 

@@ -140,6 +140,8 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", message=".*transfer_batch_to_device.*")
     # a metric that adds up over processes itself has the same value in all of them
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+    # nothing is changed in place
+    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
 
 
 def stage_trainer(

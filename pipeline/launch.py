@@ -13,8 +13,11 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
@@ -30,6 +33,10 @@ START_METHOD = "forkserver"
 
 TIMEOUT = timedelta(hours=2)
 """For one process to wait for another in a collective. A dead one is noticed at once; this is for one that is busy alone."""
+
+AFTERMATH_S = 2.0
+
+REFUSED, DEFECT = ".refused", ".defect"
 
 TORCHRUN = "torchrun --nnodes N --nproc-per-node DEVICES --rdzv-backend c10d --rdzv-endpoint HOST:PORT --no-python draftsmith …"
 
@@ -111,9 +118,10 @@ def _launch(stage: Callable[..., Path], config: Config, *args: Any, **kwargs: An
         errors = Path(folder) / "errors"
         errors.mkdir()
         try:
-            returned = elastic_launch(settings, _process)(errors, stage, config, args, kwargs)
+            with _signal_handlers_kept():
+                returned = elastic_launch(settings, _process)(errors, stage, config, args, kwargs)
         except ChildFailedError as failed:
-            _report(failed, errors)
+            _report(failed.failures, errors)
         except SignalException as stopped:
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -122,18 +130,35 @@ def _launch(stage: Callable[..., Path], config: Config, *args: Any, **kwargs: An
         return path
 
 
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """torchrun takes over signals and does not give them back."""
+    kept = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    }
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+
+
 def _process(errors: Path, stage: Callable[..., Path], config: Config, args: Any, kwargs: Any) -> Path:
-    """The life of one process. What went wrong is left in a file, for one process to say it."""
+    """The life of one process. What went wrong is left in a file, for `_report` to find the cause among all."""
     signal.signal(signal.SIGTERM, _terminated)
     try:
         return stage(config, *args, **kwargs)
     except UserError as error:
-        (errors / str(ranks.rank())).write_text(str(error))
+        (errors / f"{ranks.rank()}{REFUSED}").write_text(str(error))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception:
-        traceback.print_exc()
+        (errors / f"{ranks.rank()}{DEFECT}").write_text(traceback.format_exc())
+        # if this only followed from the death of another process, that one is to be noticed first
+        time.sleep(AFTERMATH_S)
         sys.exit(1)
 
 
@@ -142,26 +167,38 @@ def _terminated(*_: object) -> NoReturn:
     sys.exit(128 + signal.SIGTERM)
 
 
-def _report(failed: Any, errors: Path) -> NoReturn:
-    """Raises:
-    UserError: the one that ended a process, of the first if there are several.
+def _report(failures: dict[int, Any], errors: Path) -> NoReturn:
+    """Say what ended the processes: a kill, or else the earliest error, as the death of one is an error in others.
+
+    Raises:
+        UserError: if it was one.
+        SystemExit: otherwise.
     """
-    said = sorted(errors.iterdir(), key=lambda path: int(path.name))
-    if said:
-        raise UserError(said[0].read_text()) from None
-    rank, failure = failed.get_first_failure()
-    how = (
-        f"was killed by {failure.signal_name()}"
-        if failure.exitcode < 0
-        else f"failed with {failure.exitcode}"
-    )
+    killed = {rank: f for rank, f in failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM}
+    notes = sorted(errors.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    if killed:
+        rank, failure = min(killed.items())
+        what = f"training process {rank} was killed by {failure.signal_name()}"
+    elif notes and notes[0].suffix == REFUSED:
+        raise UserError(notes[0].read_text()) from None
+    elif notes:
+        print(notes[0].read_text(), file=sys.stderr)
+        what = f"training process {notes[0].stem} failed"
+    else:
+        rank, failure = min(failures.items())
+        what = f"training process {rank} ended with {failure.exitcode}"
     print(
-        f"error: training process {rank} {how}; the others were stopped (--resume goes on)", file=sys.stderr
+        f"error: {what}, the others were stopped; --resume goes on from the last checkpoint", file=sys.stderr
     )
     raise SystemExit(1) from None
 
 
 def _quiet_torchrun() -> None:
     """It reports every process that it stops, at length; `_report` says what there is to know."""
-    for name in ("agent.server.api", "multiprocessing.api", "multiprocessing.errors"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    elastic = "torch.distributed.elastic"
+    for name in (
+        f"{elastic}.agent.server.api",
+        f"{elastic}.multiprocessing.api",
+        "torch.multiprocessing.spawn",
+    ):
+        logging.getLogger(name).setLevel(logging.CRITICAL)

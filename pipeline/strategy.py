@@ -32,5 +32,5 @@ def trainer_settings(trainer: TrainerConfig, *, divisible: bool = True) -> dict[
             data_parallel_size=trainer.world_size, tensor_parallel_size=1, save_distributed_checkpoint=False
         )
     else:
-        strategy = DDPStrategy(gradient_as_bucket_view=True, broadcast_buffers=False)
+        strategy = DDPStrategy(gradient_as_bucket_view=True)
     return settings | {"strategy": strategy}
