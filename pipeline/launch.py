@@ -53,9 +53,8 @@ def across_ranks(stage: Stage) -> Stage:
         trainer = config.trainer
         if ranks.launched():
             _require_agreement(config)
-            if trainer.world_size > 1:
-                _join(config)
-            return stage(config, *args, **kwargs)
+            with _connected(config):
+                return stage(config, *args, **kwargs)
         if trainer.world_size == 1:
             return stage(config, *args, **kwargs)
         if trainer.num_nodes > 1:
@@ -77,13 +76,15 @@ def _require_agreement(config: Config) -> None:
         )
 
 
-def _join(config: Config) -> None:
-    """Become one of the processes: own device, or own share of the cores, and a connection to the others."""
+@contextmanager
+def _connected(config: Config) -> Iterator[None]:
+    """Be one of the processes: with a device, or a share of the cores, and a connection to the others."""
+    if config.trainer.world_size == 1:
+        yield
+        return
     import torch
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        return
     local_rank, devices = int(os.environ["LOCAL_RANK"]), config.trainer.devices
     if torch.cuda.is_available():
         if devices > torch.cuda.device_count():
@@ -94,6 +95,9 @@ def _join(config: Config) -> None:
         if config.threads is None and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // devices))
         dist.init_process_group("gloo", timeout=TIMEOUT)
+    yield
+    # not after an error, which others may not know of yet: the end of the process tells them
+    dist.destroy_process_group()
 
 
 def _launch(stage: Callable[..., Path], config: Config, *args: Any, **kwargs: Any) -> Path:

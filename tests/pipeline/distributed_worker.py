@@ -189,7 +189,9 @@ def train(config: Config, directory: Path, case: dict[str, Any]) -> Path:
     L.seed_everything(7, verbose=False)
     kind = case.get("kind", "dflash")
     settings = FIT.model_copy(update={"loss": FIT.loss.model_copy(update=case.get("loss", {}))})
-    settings = settings.model_copy(update={"accumulate": case.get("accumulate", 1)})
+    settings = settings.model_copy(
+        update={key: case[key] for key in ("accumulate", "precision") if key in case}
+    )
     module = make_module(kind, settings, case.get("poisoned", False))
     export = ExportBest(directory / "drafter", module.target.identity, "v1", measure_start=True)
     observed = Observed()
