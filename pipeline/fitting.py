@@ -107,7 +107,7 @@ def make_trainer(
     interactive = sys.stdout.isatty()
     progress: L.Callback = RichProgressBar() if interactive else PlainProgress(say)
     settings |= trainer_settings(processes, divisible=divisible)
-    plugins = settings.pop("plugins")
+    plugins, joining = settings.pop("plugins"), settings.pop("callbacks")
     return L.Trainer(
         accelerator="auto",
         precision=cast(Any, resolve_precision(precision)),
@@ -119,6 +119,7 @@ def make_trainer(
             FiniteGuard(),
             RandomState(),
             progress,
+            *joining,
             *callbacks,
             StepCheckpoint(directory / CHECKPOINT, checkpoint_every),
         ],

@@ -28,8 +28,9 @@ from pipeline.config import Config
 
 Stage = TypeVar("Stage", bound=Callable[..., Path])
 
-START_METHOD = "forkserver"
-"""Of the processes: one that inherits neither threads nor devices of this one, which `draftsmith run` has used."""
+START_METHOD = "spawn"
+"""Of the processes: they inherit neither threads nor devices, which `draftsmith run` has used here, and end if this one is
+killed."""
 
 TIMEOUT = timedelta(hours=2)
 """For one process to wait for another in a collective. A dead one is noticed at once; this is for one that is busy alone."""
@@ -151,7 +152,9 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 def _process(errors: Path, stage: Callable[..., Path], config: Config, args: Any, kwargs: Any) -> Path:
     """The life of one process. What went wrong is left in a file, for `_report` to find the cause among all."""
-    signal.signal(signal.SIGTERM, _terminated)
+    from lightning_modules.callbacks.termination import terminated
+
+    signal.signal(signal.SIGTERM, terminated)
     try:
         return stage(config, *args, **kwargs)
     except UserError as error:
@@ -164,11 +167,6 @@ def _process(errors: Path, stage: Callable[..., Path], config: Config, args: Any
         # if this only followed from the death of another process, that one is to be noticed first
         time.sleep(AFTERMATH_S)
         sys.exit(1)
-
-
-def _terminated(*_: object) -> NoReturn:
-    """So that what is open is closed on the way out: an MLflow run, say."""
-    sys.exit(128 + signal.SIGTERM)
 
 
 def _report(failures: dict[int, Any], errors: Path) -> NoReturn:

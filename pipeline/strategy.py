@@ -7,22 +7,24 @@ from typing import Any
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
+from lightning_modules.callbacks.termination import LeaveOnSigterm
 from pipeline.config import TrainerConfig
 
 
 def trainer_settings(trainer: TrainerConfig, *, divisible: bool = True) -> dict[str, Any]:
-    """Arguments of `lightning.Trainer` for these processes; its plugins are to be added to others.
+    """Arguments of `lightning.Trainer` for these processes; plugins and callbacks are to be added to others.
 
     Args:
         trainer: the configuration.
         divisible: whether the module can be divided among them; what is too small for that is trained whole.
     """
     if trainer.world_size == 1:
-        return {"devices": 1, "plugins": []}
+        return {"devices": 1, "plugins": [], "callbacks": []}
     settings = {
         "devices": trainer.devices,
         "num_nodes": trainer.num_nodes,
         "plugins": [TorchElasticEnvironment()],
+        "callbacks": [LeaveOnSigterm()],
         # weights that were gathered in inference mode could not be trained afterwards
         "inference_mode": False,
     }

@@ -19,14 +19,15 @@ import datamodules.offline
 import drafters.replay
 from datamodules.offline import OfflineDataModule
 from datamodules.packed_loader import PackedLoader, PackingSpec
+from drafters.acceptance_head import AcceptanceHead
 from drafters.d3d import D3DDrafter
-from drafters.fill import Drafter
 from drafters.packing import PackedBatch
 from drafters.precondition import feature_rms, precondition
 from drafters.sharding import whole
 from drafters.target import Target
 from lightning_modules.block_training import BlockTrainingModule
 from lightning_modules.callbacks.export import ExportBest
+from lightning_modules.length_head import LengthHeadModule
 from lightning_modules.recovery import RecoveryModule
 from pipeline import ranks
 from pipeline.config import Config, FitConfig
@@ -38,6 +39,7 @@ from tests.lightning_modules.training_samples import (
     VOCAB,
     make_documents,
     make_drafter,
+    make_head,
     make_target,
 )
 
@@ -150,16 +152,22 @@ class MergedData(OfflineDataModule):
         return MergedLoader(self.train_documents, self.packing, seed=self.seed, num_batches=batches)
 
 
-def make_module(kind: str, settings: FitConfig, poisoned: bool = False) -> BlockTrainingModule:
+def make_module(kind: str, settings: FitConfig, poisoned: bool = False) -> L.LightningModule:
     target = make_target()
     optim = optim_spec(settings.optim, settings.steps)
+    if kind == "heads":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            acceptance_head = AcceptanceHead(target.config.hidden_size, BLOCK_SIZE, width=8)
+        drafter = make_drafter(target)
+        return LengthHeadModule(make_head(target), drafter, target, optim, acceptance_head)
     if kind == "recovery":
         teacher, pruned = d3d_of(target), d3d_of(target)
         del pruned.lm.model.layers[1]
         return RecoveryModule(
             pruned, teacher, target, loss_spec(settings.loss), optim, label_share=0.1, ar_weight=0.5
         )
-    drafter: Drafter = tied_d3d(target) if kind == "d3d" else make_drafter(target)
+    drafter = tied_d3d(target) if kind == "d3d" else make_drafter(target)
     if kind == "dflash":
         precondition(drafter, feature_rms(target, make_documents(4)))  # type: ignore[arg-type]
     make = PoisonedLoss if poisoned else BlockTrainingModule
@@ -193,16 +201,18 @@ def train(config: Config, directory: Path, case: dict[str, Any]) -> Path:
         update={key: case[key] for key in ("accumulate", "precision") if key in case}
     )
     module = make_module(kind, settings, case.get("poisoned", False))
-    export = ExportBest(directory / "drafter", module.target.identity, "v1", measure_start=True)
     observed = Observed()
+    export = ExportBest(directory / "drafter", make_target().identity, "v1", measure_start=True)
+    exports = [export] if isinstance(module, BlockTrainingModule) else []
     dies = [DiesAt(*case["dies"])] if "dies" in case else []
     trainer = stage_trainer(
         directory,
         settings,
         logger=False,
-        callbacks=[export, observed, *dies],
-        validate=True,
+        callbacks=[*exports, observed, *dies],
+        validate=bool(exports),
         processes=config.trainer,
+        divisible=bool(exports),
     )
     data = MergedData if case.get("merged") else OfflineDataModule
     checkpoint = directory / CHECKPOINT

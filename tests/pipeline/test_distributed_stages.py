@@ -28,10 +28,16 @@ D3D = ["--set", "drafter.family=d3d", "--set", "drafter.init=target"]
 PRUNE = ["--set", "prune.steps=2", "--set", "prune.layers=5", "--set", "prune.retention=0"]
 
 
+@pytest.fixture
+def warm_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that need not import everything anew."""
+    get_context("forkserver").set_forkserver_preload([*PRELOAD, "mlflow", "pipeline.stages.prune"])
+    monkeypatch.setattr("pipeline.launch.START_METHOD", "forkserver")
+
+
 @pytest.fixture(scope="module")
 def responses(tmp_path_factory: pytest.TempPathFactory, migrated_database: Path) -> Path:
     """A directory with a configuration and the target's responses."""
-    get_context("forkserver").set_forkserver_preload([*PRELOAD, "mlflow", "pipeline.stages.prune"])
     directory = tmp_path_factory.mktemp("responses")
     config = load_config(write_config(directory))
     config.output.mkdir()
@@ -61,6 +67,7 @@ def metrics(run: Path, stage: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_train_distill_and_heads(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     handler = signal.getsignal(signal.SIGINT)
     assert call("train", *TWO) == 0
@@ -83,6 +90,7 @@ def test_train_distill_and_heads(run: Path, capfd: pytest.CaptureFixture[str]) -
     assert loaded.length_head is not None and loaded.acceptance_head is not None
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_pruning_decides_in_one_process_and_measures_in_all(run: Path) -> None:
     assert call("train", *TWO, *D3D, "--set", "train.steps=2", "--set", "train.validate_every=2") == 0
     drafter = run / "out" / "train" / "drafter"
