@@ -62,7 +62,7 @@ class OfflineDataModule(L.LightningDataModule):
         self.seed = seed
 
     def state_dict(self) -> dict[str, Any]:
-        """What the batches are made from; their position is the loader's own state."""
+        """What the batches are made from, and for how many processes; their position is the loader's own state."""
         return {"training_data": self._fingerprint, "world_size": self._place()[1]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -74,11 +74,6 @@ class OfflineDataModule(L.LightningDataModule):
         if state_dict["training_data"] != self._fingerprint:
             raise OtherTrainingData(
                 "the training documents, their packing or the seed changed since it was written, so it cannot be continued"
-            )
-        written_by, here = state_dict.get("world_size", 1), self._place()[1]
-        if written_by != here:
-            raise OtherTrainingData(
-                f"{written_by} processes wrote it and {here} would continue it, on other batches (trainer.devices)"
             )
 
     @cached_property

@@ -232,6 +232,7 @@ class BlockTrainingModule(L.LightningModule):
         clip_each(self, self.clipped_modules(), gradient_clip_val)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["divided"] = self.device_mesh is not None
         if isinstance(self.drafter, D3DDrafter):
             checkpoint["d3d_shift"] = self.drafter.spec.shift
 

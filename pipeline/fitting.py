@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import Logger
 
-from datamodules.offline import OtherTrainingData
+from datamodules.offline import OfflineDataModule, OtherTrainingData
 from datamodules.packed_loader import PackingSpec, derived_generator
 from drafters.checkpoint import replace_directory
 from drafters.d3d import D3DDrafter
@@ -37,7 +37,7 @@ from pipeline.config import Config, FitConfig, LossConfig, OnlineConfig, OptimCo
 from pipeline.console import say
 from pipeline.hardware import resolve_precision
 from pipeline.models import TargetBundle
-from pipeline.strategy import trainer_settings
+from pipeline.strategy import is_divided, trainer_settings
 
 CHECKPOINT = "last.ckpt"
 ONE_PROCESS = TrainerConfig()
@@ -210,7 +210,7 @@ def resume_path(directory: Path, resume: bool) -> str | None:
 def fit(trainer: L.Trainer, module: L.LightningModule, datamodule: Any, checkpoint: str | None) -> None:
     """`trainer.fit` with a readable refusal of a damaged or foreign checkpoint."""
     if checkpoint is not None:
-        require_readable(checkpoint)
+        require_same_processes(checkpoint, require_readable(checkpoint), trainer)
     try:
         trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
     except OtherTrainingData as error:
@@ -228,19 +228,38 @@ def fit(trainer: L.Trainer, module: L.LightningModule, datamodule: Any, checkpoi
         raise
 
 
-def require_readable(checkpoint: str) -> None:
-    """Refuse a checkpoint that was cut off or is none.
+def require_readable(checkpoint: str) -> dict[str, Any]:
+    """The content of a checkpoint, unless it was cut off or is none.
 
     Raises:
         UserError: naming the file.
     """
     try:
-        torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        written: dict[str, Any] = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, ValueError, EOFError, UnpicklingError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise UserError(
             f"{checkpoint}: not a readable checkpoint ({first_line}); remove it and run without --resume"
         ) from None
+    return written
+
+
+def require_same_processes(checkpoint: str, written: dict[str, Any], trainer: L.Trainer) -> None:
+    """Refuse what would go on with other batches; and what Lightning would read wrongly, as under FSDP2 it numbers the
+    optimizer's moments in another order.
+
+    Raises:
+        UserError: naming the key.
+    """
+    anew = "set it alike, or run without --resume"
+    wrote, here = written.get(OfflineDataModule.__qualname__, {}).get("world_size", 1), trainer.world_size
+    if wrote != here:
+        raise UserError(
+            f"trainer.devices: {checkpoint} was written by {wrote} processes, not by {here}; {anew}"
+        )
+    before, now = ("fsdp2" if divided else "ddp" for divided in (written.get("divided"), is_divided(trainer)))
+    if before != now:
+        raise UserError(f"trainer.strategy: {checkpoint} was written under {before}, not {now}; {anew}")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
@@ -36,3 +37,8 @@ def trainer_settings(trainer: TrainerConfig, *, divisible: bool = True) -> dict[
     else:
         strategy = DDPStrategy(gradient_as_bucket_view=True)
     return settings | {"strategy": strategy}
+
+
+def is_divided(trainer: L.Trainer) -> bool:
+    """Whether the module's weights are divided among the processes of this trainer."""
+    return isinstance(trainer.strategy, ModelParallelStrategy)

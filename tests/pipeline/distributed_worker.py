@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import torch
@@ -189,11 +190,18 @@ def tied_d3d(target: Target) -> D3DDrafter:
 
 @across_ranks
 def train(config: Config, directory: Path, case: dict[str, Any]) -> Path:
-    """Train, from `last.ckpt` if it is there; each process writes `seen-<rank>.pt`, the first `final.pt`."""
-    torch.set_num_threads(1)
+    """Train, from `last.ckpt` if it is there; each process writes `seen-<rank>.pt`, the first `final.ckpt`."""
     # several packs, and several passes through the drafter for some of them
-    datamodules.offline.REPLAY_TOKENS = drafters.replay.REPLAY_TOKENS = 30
-    drafters.replay.REPLAY_BLOCKS = 16
+    with (
+        patch.object(datamodules.offline, "REPLAY_TOKENS", 30),
+        patch.object(drafters.replay, "REPLAY_TOKENS", 30),
+        patch.object(drafters.replay, "REPLAY_BLOCKS", 16),
+    ):
+        return run(config, directory, case)
+
+
+def run(config: Config, directory: Path, case: dict[str, Any]) -> Path:
+    torch.set_num_threads(1)
     L.seed_everything(7, verbose=False)
     kind = case.get("kind", "dflash")
     settings = FIT.model_copy(update={"loss": FIT.loss.model_copy(update=case.get("loss", {}))})
