@@ -62,8 +62,8 @@ class OfflineDataModule(L.LightningDataModule):
         self.seed = seed
 
     def state_dict(self) -> dict[str, Any]:
-        """What the batches are made from; their position is the loader's own state."""
-        return {"training_data": self._fingerprint}
+        """What the batches are made from, and for how many processes; their position is the loader's own state."""
+        return {"training_data": self._fingerprint, "world_size": self._place()[1]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Check that a resumed run goes on with the batches that it began with.

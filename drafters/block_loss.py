@@ -56,14 +56,16 @@ class BlockTargets:
 
 @dataclass(frozen=True)
 class BlockLoss:
-    """`value` scalar with a graph; the rest detached.
+    """`value` scalar with a graph, a mean over slots; the rest detached.
 
+    `weight` sum of the slots' weights;
     `match_NB` True where the drafter's argmax over the head it was given is the *served* token (False at slots that do
     not count);
     `labels_agree` share of counted slots whose served token is the label.
     """
 
     value: torch.Tensor
+    weight: torch.Tensor
     match_NB: torch.Tensor
     labels_agree: float
 
@@ -101,7 +103,7 @@ def block_loss(
     rows = chunk_rows or max(block_size, LOGITS_BYTES // (head_VH.element_size() * head_VH.shape[0]))
     # autocast would round the logits to half precision, and cast the whole head again for every chunk
     with torch.autocast(hidden_NBH.device.type, enabled=False):
-        value, match_NB, agree = _BlockLossFunction.apply(
+        value, weight, match_NB, agree = _BlockLossFunction.apply(
             hidden_NBH,
             head_VH,
             targets,
@@ -111,7 +113,7 @@ def block_loss(
             head_VH if teacher_head_VH is None else teacher_head_VH,
             _even_chunks(hidden_NBH.shape[0], max(1, rows // (block_size - 1))),
         )
-    return BlockLoss(value, match_NB, float(agree))
+    return BlockLoss(value, weight, match_NB, float(agree))
 
 
 def _even_chunks(blocks: int, most: int) -> int:
@@ -132,7 +134,7 @@ class _BlockLossFunction(torch.autograd.Function):
         moments: TeacherMoments | None,
         teacher_head_VH: torch.Tensor,
         blocks_per_chunk: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         accumulate = torch.float64 if head_VH.dtype == torch.float64 else torch.float32
         valid_NB = targets.valid_NB
         base_B = fixed_weights(spec, hidden_NBH.shape[1], hidden_NBH.device).to(accumulate)
@@ -205,8 +207,8 @@ class _BlockLossFunction(torch.autograd.Function):
             None if grad_VH is None else grad_VH.div_(normaliser).to(head_VH.dtype),
         )
         agree = agreeing / valid_NB.sum().clamp_min(1)
-        ctx.mark_non_differentiable(match_NB, agree)
-        return loss_sum / normaliser, match_NB, agree
+        ctx.mark_non_differentiable(used_weight, match_NB, agree)
+        return loss_sum / normaliser, used_weight, match_NB, agree
 
     @staticmethod
     def backward(ctx: Any, grad_value: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
@@ -226,8 +228,8 @@ def next_token_loss(
     teacher_hidden_TH: torch.Tensor | None = None,
     teacher_head_VH: torch.Tensor | None = None,
     chunk_rows: int | None = None,
-) -> torch.Tensor:
-    """Mean loss of every response token given all tokens before it, scalar with a graph.
+) -> BlockLoss:
+    """Mean loss of every response token given all tokens before it.
 
     A next token is a block of one draft. Without a teacher cross-entropy (D3D eq. 6), with one KL(p‖q): a drafter that began as
     the target then has nothing to unlearn, where the few hard labels of a small corpus would be learnt by heart.
@@ -250,7 +252,7 @@ def next_token_loss(
         teacher_hidden_TH=teacher_hidden_TH,
         teacher_head_VH=teacher_head_VH,
         chunk_rows=chunk_rows,
-    ).value
+    )
 
 
 def _first_of_row_maximum(

@@ -13,7 +13,6 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,11 +73,13 @@ def save_drafter(
     acceptance_head: AcceptanceHead | None = None,
     dtype: torch.dtype = torch.bfloat16,
     extra: dict[str, Any] | None = None,
+    tensors: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write a serving checkpoint; the directory appears whole or not at all.
 
     An existing directory is replaced only after the new one is complete on disk. `CONTENT` in `drafter_version` is
-    replaced by the first eight digits of the digest.
+    replaced by the first eight digits of the digest. `tensors` are the drafter's `serving_tensors`, if they are known: asking for
+    those of a drafter that is divided among processes is everyone's business, writing them is not.
 
     Raises:
         UserError: when a weight is not finite, naming it.
@@ -89,12 +90,11 @@ def save_drafter(
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         config = drafter.config.to_dict()
+        _save_tensors(
+            staging / "model.safetensors", serving_tensors(drafter) if tensors is None else tensors, dtype
+        )
         if isinstance(drafter, D3DDrafter):
-            tied = ("lm_head.weight",) if config["tie_word_embeddings"] else ()
-            _save_tensors(staging / "model.safetensors", drafter.lm, dtype, without=tied)
             config["architectures"] = [type(drafter.lm).__name__]
-        else:
-            _save_tensors(staging / "model.safetensors", drafter, dtype)
         # engines older than transformers 5 read the flat fields, newer ones `rope_parameters`
         rope = config.get("rope_parameters") or {}
         config["rope_theta"] = rope.get("rope_theta")
@@ -141,6 +141,16 @@ def save_drafter(
     return directory
 
 
+def serving_tensors(drafter: Drafter) -> dict[str, torch.Tensor]:
+    """What a serving checkpoint holds of a drafter, under its names and in the precision of training; see `plain_state`."""
+    if not isinstance(drafter, D3DDrafter):
+        return plain_state(drafter)
+    tensors = plain_state(drafter.lm)
+    if drafter.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    return tensors
+
+
 def load_drafter(directory: str | Path, *, dtype: torch.dtype | None = None) -> LoadedDrafter:
     """Read and check a serving checkpoint.
 
@@ -174,7 +184,7 @@ def load_drafter(directory: str | Path, *, dtype: torch.dtype | None = None) -> 
 
 
 def _save_head(staging: Path, name: str, head: nn.Module, shape: dict[str, Any]) -> None:
-    _save_tensors(staging / f"{name}.safetensors", head, torch.float32)
+    _save_tensors(staging / f"{name}.safetensors", plain_state(head), torch.float32)
     _write_json(staging / f"{name}.json", shape)
 
 
@@ -271,12 +281,8 @@ def first_nonfinite(tensors: dict[str, torch.Tensor]) -> str | None:
     return None
 
 
-def _save_tensors(path: Path, module: nn.Module, dtype: torch.dtype, without: Sequence[str] = ()) -> None:
-    tensors = {
-        name: tensor.detach().to("cpu", dtype).contiguous()
-        for name, tensor in plain_state(module).items()
-        if name not in without
-    }
+def _save_tensors(path: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
     bad = first_nonfinite(tensors)
     if bad is not None:
         raise UserError(f"{path.parent}: refusing to export, {bad} is not finite")

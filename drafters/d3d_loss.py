@@ -18,11 +18,16 @@ from drafters.packing import PackedBatch
 
 @dataclass(frozen=True)
 class D3DLoss:
-    """`value` scalar with a graph; `diff` the block loss, `ar` the detached next-token loss."""
+    """`diff` the block loss, `ar` the next-token loss if λ = `ar_weight` is not 0."""
 
-    value: torch.Tensor
     diff: BlockLoss
-    ar: torch.Tensor
+    ar: BlockLoss | None
+    ar_weight: float
+
+    @property
+    def value(self) -> torch.Tensor:
+        """L_diff + λ·L_AR, scalar with a graph."""
+        return self.diff.value if self.ar is None else self.diff.value + self.ar_weight * self.ar.value
 
 
 def d3d_loss(
@@ -58,7 +63,7 @@ def d3d_loss(
         chunk_rows=chunk_rows,
     )
     if not ar_weight:
-        return D3DLoss(diff.value, diff, diff.value.new_zeros(()))
+        return D3DLoss(diff, None, ar_weight)
     soft = spec.objective == "osd"
     ar = next_token_loss(
         output.hidden_TH,
@@ -68,4 +73,4 @@ def d3d_loss(
         teacher_head_VH=teacher_head_VH,
         chunk_rows=chunk_rows,
     )
-    return D3DLoss(diff.value + ar_weight * ar, diff, ar.detach())
+    return D3DLoss(diff, ar, ar_weight)

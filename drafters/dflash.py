@@ -112,6 +112,12 @@ class DFlashLayer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    def context_key_value(
+        self, context_TH: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+    ) -> KeyValue:
+        """Keys and values of the context, which enters every layer as it is."""
+        return self.self_attn.key_value(context_TH, cos_TD, sin_TD)
+
     def forward(
         self,
         x_RH: torch.Tensor,
@@ -197,7 +203,7 @@ class DFlashDrafter(nn.Module):
         """Context keys and values of every layer from the target's raw features [T, C]."""
         context_TH = self.hidden_norm(self.fc(features_TC.to(self.dtype)))
         cos, sin = self._rope(context_TH, positions_T)
-        return [cast(DFlashLayer, layer).self_attn.key_value(context_TH, cos, sin) for layer in self.layers]
+        return [cast(DFlashLayer, layer).context_key_value(context_TH, cos, sin) for layer in self.layers]
 
     def forward(
         self,

@@ -11,9 +11,12 @@ Shapes: T flat tokens, C feature width, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from drafters.dflash import DFlashDrafter
@@ -65,10 +68,24 @@ def precondition(drafter: DFlashDrafter, rms_C: torch.Tensor) -> None:
 
 
 def plain_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict under plain names, with scaled weights folded."""
-    state = {name: tensor for name, tensor in module.state_dict().items() if ".parametrizations." not in name}
+    """The state dict under plain names, with scaled weights folded.
+
+    Of a module that is divided among processes (`drafters.sharding`) all must ask: the first gets whole tensors, on the CPU,
+    the others nothing.
+    """
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        trained = cast(dict[str, torch.Tensor], get_model_state_dict(module, options=options))
+        if not trained:
+            return {}
+    else:
+        trained = module.state_dict()
+    state = {name: tensor for name, tensor in trained.items() if ".parametrizations." not in name}
     for prefix, child in module.named_modules():
         if parametrize.is_parametrized(child):
-            for name in child.parametrizations:
-                state[f"{prefix}.{name}"] = getattr(child, name).detach()
+            for name, steps in child.parametrizations.items():
+                (step,) = steps
+                parts = f"{prefix}.parametrizations.{name}"
+                assert isinstance(step, ColumnScale)
+                state[f"{prefix}.{name}"] = trained[f"{parts}.original"] * trained[f"{parts}.0.scale_C"]
     return state

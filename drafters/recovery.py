@@ -53,7 +53,7 @@ def recovery_loss(
     block_size = hidden_NBH.shape[1]
     rows = chunk_rows or max(block_size, CHUNK_BYTES // (4 * head_VH.shape[0]))
     with torch.autocast(hidden_NBH.device.type, enabled=False):
-        value, match_NB = _RecoveryFunction.apply(
+        value, weight, match_NB = _RecoveryFunction.apply(
             hidden_NBH,
             head_VH,
             teacher_NBH,
@@ -63,7 +63,7 @@ def recovery_loss(
             label_share,
             max(1, rows // (block_size - 1)),
         )
-    return BlockLoss(value, match_NB, 1.0)
+    return BlockLoss(value, weight, match_NB, 1.0)
 
 
 class _RecoveryFunction(torch.autograd.Function):
@@ -78,10 +78,11 @@ class _RecoveryFunction(torch.autograd.Function):
         spec: LossSpec,
         label_share: float,
         blocks_per_chunk: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         accumulate = torch.float64 if head_VH.dtype == torch.float64 else torch.float32
         weights_B = fixed_weights(spec, hidden_NBH.shape[1], hidden_NBH.device).to(accumulate)
-        weight_sum = (weights_B * targets.valid_NB).sum().clamp_min(torch.finfo(accumulate).tiny)
+        weight = (weights_B * targets.valid_NB).sum()
+        weight_sum = weight.clamp_min(torch.finfo(accumulate).tiny)
         grad_NBH = torch.zeros(hidden_NBH.shape, dtype=accumulate, device=hidden_NBH.device)
         grad_VH = torch.zeros_like(head_VH, dtype=accumulate) if ctx.needs_input_grad[1] else None
         match_NB = torch.zeros_like(targets.valid_NB)
@@ -109,8 +110,8 @@ class _RecoveryFunction(torch.autograd.Function):
         ctx.save_for_backward(
             grad_NBH.to(hidden_NBH.dtype), None if grad_VH is None else grad_VH.to(head_VH.dtype)
         )
-        ctx.mark_non_differentiable(match_NB)
-        return loss, match_NB
+        ctx.mark_non_differentiable(weight, match_NB)
+        return loss, weight, match_NB
 
     @staticmethod
     def backward(ctx: Any, grad_value: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:

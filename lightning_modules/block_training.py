@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import lightning as L
 import torch
 from torch import nn
 
+from datamodules.offline import ReplayLoader
 from drafters.block_loss import BlockLoss, BlockTargets, accepted_prefix, block_loss
 from drafters.d3d import D3DDrafter
 from drafters.d3d_loss import d3d_loss
@@ -18,16 +20,18 @@ from drafters.feature_cache import FeatureCache
 from drafters.fill import Drafter, FilledBlocks, draft_head, fill_blocks
 from drafters.objectives import LossSpec
 from drafters.packing import Document, PackedBatch
-from drafters.replay import replay, total_acceptance_length
+from drafters.replay import replay
+from drafters.sharding import shard, whole_weights
 from drafters.target import Target, TargetOutput
 from drafters.teacher import TeacherMoments, teacher_moments
 from drafters.training_vocabulary import TrainingVocabulary
+from lightning_modules.all_ranks import over_all_ranks
 from lightning_modules.metrics import AcceptanceLength
 from lightning_modules.optim import OptimSpec, clip_each, configure_adamw
 
 
 class BlockTrainingModule(L.LightningModule):
-    """One step: target features → drafter fills blocks at the anchors → weighted block loss.
+    """One step: target features → drafter fills blocks at the anchors → weighted block loss over the batches of all processes.
 
     A D3D drafter reads no features; it learns next tokens beside the blocks (D3D eq. 7), and the target runs only where its
     distribution or its greedy tokens are asked for.
@@ -110,8 +114,13 @@ class BlockTrainingModule(L.LightningModule):
     def on_fit_start(self) -> None:
         self.target.model.to(self.device)
 
+    def configure_model(self) -> None:
+        """Divide the drafter where the strategy brings a mesh (FSDP2). The target stays whole in every process."""
+        if self.device_mesh is not None:
+            shard(self.drafter, self.device_mesh["data_parallel"])
+
     def block_step(self, batch: PackedBatch) -> tuple[BlockLoss, BlockTargets, FilledBlocks]:
-        """Loss, targets and drafted blocks of one batch."""
+        """Loss, targets and drafted blocks of one batch; the loss is that of all processes' batches together."""
         if isinstance(self.drafter, D3DDrafter):
             return self._d3d_step(self.drafter, batch)
         output = self._target_output(batch)
@@ -128,7 +137,8 @@ class BlockTrainingModule(L.LightningModule):
             teacher_hidden_TH=output.hidden_TH if self.teacher_labels else None,
             moments=output.moments,
         )
-        return loss, targets, filled
+        (value,) = over_all_ranks((loss.value, loss.weight))
+        return replace(loss, value=value), targets, filled
 
     def _d3d_step(
         self, drafter: D3DDrafter, batch: PackedBatch
@@ -143,12 +153,20 @@ class BlockTrainingModule(L.LightningModule):
             teacher_hidden_TH=self._target_output(batch).hidden_TH if self.teacher_labels else None,
             teacher_head_VH=self.target.head_VH,
         )
-        self.log("train/ar_loss", loss.ar)
+        value = self.with_next_tokens(loss.diff, loss.ar)
         with torch.no_grad():
             embeddings_NBH = drafter.embed(output.layout.block_ids_NB)
         filled = FilledBlocks(output.hidden_NBH, embeddings_NBH, output.layout)
         targets = BlockTargets.from_layout(batch, output.layout)
-        return replace(loss.diff, value=loss.value), targets, filled
+        return replace(loss.diff, value=value), targets, filled
+
+    def with_next_tokens(self, blocks: BlockLoss, next_tokens: BlockLoss | None) -> torch.Tensor:
+        """L_diff + λ·L_AR of all processes' batches (D3D eq. 7)."""
+        if next_tokens is None:
+            return over_all_ranks((blocks.value, blocks.weight))[0]
+        diff, ar = over_all_ranks((blocks.value, blocks.weight), (next_tokens.value, next_tokens.weight))
+        self.log("train/ar_loss", ar.detach())
+        return diff + self.ar_weight * ar
 
     def _target_output(self, batch: PackedBatch) -> TargetOutput:
         if self.features is not None:
@@ -172,21 +190,31 @@ class BlockTrainingModule(L.LightningModule):
             prog_bar=True,
         )
 
+    def on_validation_epoch_start(self) -> None:
+        # processes replay packs of different sizes, so passes through the drafter must not wait for each other
+        self._whole = ExitStack()
+        self._whole.enter_context(whole_weights(self.drafter))
+
     def validation_step(self, documents: list[Document], batch_idx: int) -> None:
         self.acceptance.update(replay(self.drafter, self.target, documents))
 
     def on_validation_epoch_end(self) -> None:
+        self._whole.close()
         self.log("val/acceptance_length", self.acceptance.compute(), prog_bar=True)
         self.log("val/acceptance_rate", self.acceptance.acceptance_rate())
         self.acceptance.reset()
 
+    @torch.no_grad()
     def measure(self, documents: Sequence[Document]) -> float:
-        """Replay τ of the drafter as it is now."""
+        """Replay τ of the drafter as it is now, over documents that all processes know and share among them."""
         training = self.drafter.training
         self.drafter.to(self.target.device).eval()  # Lightning leaves what it has trained on the CPU
-        value = total_acceptance_length(replay(self.drafter, self.target, documents))
+        acceptance = AcceptanceLength(self.drafter.block_size).to(self.target.device)
+        with whole_weights(self.drafter):
+            for pack in ReplayLoader(documents, self.trainer.global_rank, self.trainer.world_size):
+                acceptance.update(replay(self.drafter, self.target, pack))
         self.drafter.train(training)
-        return value
+        return float(acceptance.compute())
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch.to(device) if isinstance(batch, PackedBatch) else batch
@@ -204,6 +232,7 @@ class BlockTrainingModule(L.LightningModule):
         clip_each(self, self.clipped_modules(), gradient_clip_val)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["divided"] = self.device_mesh is not None
         if isinstance(self.drafter, D3DDrafter):
             checkpoint["d3d_shift"] = self.drafter.spec.shift
 

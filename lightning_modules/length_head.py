@@ -16,6 +16,7 @@ from drafters.length_head import LengthHead, length_loss, length_targets
 from drafters.packing import PackedBatch
 from drafters.replay import chunked_argmax
 from drafters.target import Target
+from lightning_modules.all_ranks import over_all_ranks
 from lightning_modules.optim import OptimSpec, clip_each, configure_adamw
 
 
@@ -89,15 +90,23 @@ class LengthHeadModule(L.LightningModule):
     def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
         blocks, block_size = self.blocks(batch), self.frozen_drafter[0].block_size
         predicted_N = self.length_head(self.length_features(blocks.filled))
-        loss = length_loss(predicted_N, blocks.accepted_N, blocks.complete_N, block_size)
+        losses = [
+            (
+                length_loss(predicted_N, blocks.accepted_N, blocks.complete_N, block_size),
+                blocks.complete_N.sum(),
+            )
+        ]
+        if self.acceptance_head is not None:
+            logits_ND = self.acceptance_head.logits(blocks.filled.hidden_NBH, blocks.confidence_ND)
+            accepted_ND, counted_ND = acceptance_labels(blocks.match_NB, blocks.valid_NB)
+            losses.append((acceptance_loss(logits_ND, accepted_ND, counted_ND), counted_ND.sum()))
+        loss, *head_losses = over_all_ranks(*losses)
         logged = {
             "train/length_loss": loss.detach(),
             "train/length_predicted": predicted_N.detach().mean(),
             "train/length_label": length_targets(blocks.accepted_N, block_size).mean(),
         }
-        if self.acceptance_head is not None:
-            logits_ND = self.acceptance_head.logits(blocks.filled.hidden_NBH, blocks.confidence_ND)
-            head_loss = acceptance_loss(logits_ND, *acceptance_labels(blocks.match_NB, blocks.valid_NB))
+        for head_loss in head_losses:
             logged["train/acceptance_loss"] = head_loss.detach()
             loss = loss + head_loss
         self.log_dict(logged, prog_bar=True)

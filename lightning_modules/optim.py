@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from drafters.errors import UserError
+from drafters.sharding import whole
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ def clip_each(owner: L.LightningModule, modules: Sequence[nn.Module | None], max
     """Clip each module's gradient by its own norm, so that one cannot shrink the other's.
 
     LightningModules call this instead of Lightning's clipping, which refuses fused optimizers under mixed precision although
-    bfloat16 needs no gradient scaling. The norms, one pass over the gradients, also tell whether all are finite.
+    bfloat16 needs no gradient scaling. The norms, one pass over the gradients, also tell whether all are finite. The norm of a
+    module that is divided among processes is that of all parts.
 
     Raises:
         UserError: naming a parameter of `owner` whose gradient is not finite; the weights are untouched.
@@ -52,7 +54,7 @@ def clip_each(owner: L.LightningModule, modules: Sequence[nn.Module | None], max
         gradients = [p.grad for p in module.parameters() if p.grad is not None] if module is not None else []
         if module is None or not gradients:
             continue
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
         if not torch.isfinite(norm):
             raise UserError(
                 f"training stopped at step {owner.trainer.global_step}: the gradient of {_not_finite(owner)} is not "
@@ -64,7 +66,7 @@ def clip_each(owner: L.LightningModule, modules: Sequence[nn.Module | None], max
 
 def _not_finite(owner: nn.Module) -> str:
     for name, parameter in owner.named_parameters():
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+        if parameter.grad is not None and not torch.isfinite(whole(parameter.grad)).all():
             return name
     return "all parameters together"  # finite each, but their norm overflows
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from drafters.block_loss import BlockTargets, next_token_loss
@@ -53,13 +55,13 @@ class RecoveryModule(BlockTrainingModule):
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> torch.Tensor:
         (teacher,) = self.frozen_teacher
-        head_VH, teacher_head_VH = self.working_head(), draft_head(teacher, self.target)
+        teacher_head_VH = draft_head(teacher, self.target)
         next_tokens = None
         if isinstance(self.drafter, D3DDrafter) and isinstance(teacher, D3DDrafter):
             with torch.no_grad():
                 taught = teacher(batch)
             learning = self.drafter(batch)
-            hidden_NBH, teacher_NBH = learning.hidden_NBH, taught.hidden_NBH
+            head_VH, hidden_NBH, teacher_NBH = self.working_head(), learning.hidden_NBH, taught.hidden_NBH
             if self.ar_weight:
                 next_tokens = next_token_loss(
                     learning.hidden_TH,
@@ -68,8 +70,8 @@ class RecoveryModule(BlockTrainingModule):
                     teacher_hidden_TH=taught.hidden_TH,
                     teacher_head_VH=teacher_head_VH,
                 )
-                self.log("train/ar_loss", next_tokens.detach())
         else:
+            head_VH = self.working_head()
             features_TC = features_of(teacher, self.target, batch)
             with torch.no_grad():
                 teacher_NBH = block_filler(teacher, self.target, batch, features_TC)(batch)
@@ -85,5 +87,6 @@ class RecoveryModule(BlockTrainingModule):
             self.loss_spec,
             label_share=self.label_share,
         )
-        self.log_step(loss, targets)
-        return loss.value if next_tokens is None else loss.value + self.ar_weight * next_tokens
+        value = self.with_next_tokens(loss, next_tokens)
+        self.log_step(replace(loss, value=value), targets)
+        return value

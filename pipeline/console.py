@@ -11,11 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from pipeline import ranks
+
 
 @cache
 def console() -> Console:
-    """The console of this process."""
-    return Console(highlight=False)
+    """The console of this process; of several training together only the first speaks."""
+    return Console(highlight=False, quiet=not ranks.is_first())
 
 
 def say(text: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import Logger
 
-from datamodules.offline import OtherTrainingData
+from datamodules.offline import OfflineDataModule, OtherTrainingData
 from datamodules.packed_loader import PackingSpec, derived_generator
 from drafters.checkpoint import replace_directory
 from drafters.d3d import D3DDrafter
@@ -32,12 +32,15 @@ from lightning_modules.callbacks.finite_guard import FiniteGuard
 from lightning_modules.callbacks.progress import PlainProgress
 from lightning_modules.callbacks.resume import AtomicCheckpointIO, RandomState, StepCheckpoint
 from lightning_modules.optim import OptimSpec
-from pipeline.config import Config, FitConfig, LossConfig, OnlineConfig, OptimConfig
+from pipeline import ranks
+from pipeline.config import Config, FitConfig, LossConfig, OnlineConfig, OptimConfig, TrainerConfig
 from pipeline.console import say
 from pipeline.hardware import resolve_precision
 from pipeline.models import TargetBundle
+from pipeline.strategy import is_divided, trainer_settings
 
 CHECKPOINT = "last.ckpt"
+ONE_PROCESS = TrainerConfig()
 
 
 def loss_spec(config: LossConfig) -> LossSpec:
@@ -94,6 +97,8 @@ def make_trainer(
     checkpoint_every: int,
     logger: Logger | bool,
     callbacks: Sequence[L.Callback],
+    processes: TrainerConfig = ONE_PROCESS,
+    divisible: bool = True,
     **settings: Any,
 ) -> L.Trainer:
     """A trainer with the guards, a resumable checkpoint `<directory>/last.ckpt` and progress output."""
@@ -101,10 +106,10 @@ def make_trainer(
     quiet_lightning()
     interactive = sys.stdout.isatty()
     progress: L.Callback = RichProgressBar() if interactive else PlainProgress(say)
+    settings |= trainer_settings(processes, divisible=divisible)
+    plugins, joining = settings.pop("plugins"), settings.pop("callbacks")
     return L.Trainer(
         accelerator="auto",
-        # one process: further ones would run the whole command again, its tracking and exports included
-        devices=1,
         precision=cast(Any, resolve_precision(precision)),
         gradient_clip_val=clip_norm,
         accumulate_grad_batches=accumulate,
@@ -114,10 +119,11 @@ def make_trainer(
             FiniteGuard(),
             RandomState(),
             progress,
+            *joining,
             *callbacks,
             StepCheckpoint(directory / CHECKPOINT, checkpoint_every),
         ],
-        plugins=[AtomicCheckpointIO()],
+        plugins=[AtomicCheckpointIO(), *plugins],
         enable_progress_bar=interactive,
         enable_model_summary=False,
         num_sanity_val_steps=0,
@@ -133,6 +139,10 @@ def quiet_lightning() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*transfer_batch_to_device.*")
+    # a metric that adds up over processes itself has the same value in all of them
+    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+    # nothing is changed in place
+    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
 
 
 def stage_trainer(
@@ -142,6 +152,8 @@ def stage_trainer(
     logger: Logger | bool,
     callbacks: Sequence[L.Callback],
     validate: bool,
+    processes: TrainerConfig = ONE_PROCESS,
+    divisible: bool = True,
 ) -> L.Trainer:
     """Trainer of an offline stage: a number of steps, validation every so many batches."""
     return make_trainer(
@@ -152,6 +164,8 @@ def stage_trainer(
         checkpoint_every=fit.checkpoint_every,
         logger=logger,
         callbacks=callbacks,
+        processes=processes,
+        divisible=divisible,
         max_steps=fit.steps,
         max_epochs=-1,
         max_time=timedelta(minutes=fit.max_minutes) if fit.max_minutes else None,
@@ -196,7 +210,7 @@ def resume_path(directory: Path, resume: bool) -> str | None:
 def fit(trainer: L.Trainer, module: L.LightningModule, datamodule: Any, checkpoint: str | None) -> None:
     """`trainer.fit` with a readable refusal of a damaged or foreign checkpoint."""
     if checkpoint is not None:
-        require_readable(checkpoint)
+        require_same_processes(checkpoint, require_readable(checkpoint), trainer)
     try:
         trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
     except OtherTrainingData as error:
@@ -214,19 +228,38 @@ def fit(trainer: L.Trainer, module: L.LightningModule, datamodule: Any, checkpoi
         raise
 
 
-def require_readable(checkpoint: str) -> None:
-    """Refuse a checkpoint that was cut off or is none.
+def require_readable(checkpoint: str) -> dict[str, Any]:
+    """The content of a checkpoint, unless it was cut off or is none.
 
     Raises:
         UserError: naming the file.
     """
     try:
-        torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        written: dict[str, Any] = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, ValueError, EOFError, UnpicklingError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise UserError(
             f"{checkpoint}: not a readable checkpoint ({first_line}); remove it and run without --resume"
         ) from None
+    return written
+
+
+def require_same_processes(checkpoint: str, written: dict[str, Any], trainer: L.Trainer) -> None:
+    """Refuse what would go on with other batches; and what Lightning would read wrongly, as under FSDP2 it numbers the
+    optimizer's moments in another order.
+
+    Raises:
+        UserError: naming the key.
+    """
+    anew = "set it alike, or run without --resume"
+    wrote, here = written.get(OfflineDataModule.__qualname__, {}).get("world_size", 1), trainer.world_size
+    if wrote != here:
+        raise UserError(
+            f"trainer.devices: {checkpoint} was written by {wrote} processes, not by {here}; {anew}"
+        )
+    before, now = ("fsdp2" if divided else "ddp" for divided in (written.get("divided"), is_divided(trainer)))
+    if before != now:
+        raise UserError(f"trainer.strategy: {checkpoint} was written under {before}, not {now}; {anew}")
 
 
 @contextmanager
@@ -234,15 +267,17 @@ def export_on_success(directory: Path, checkpoint: str | None) -> Iterator[Path]
     """Where a stage exports while it trains; what lies there takes the place of `directory` once the stage has succeeded.
 
     So a run that ends in a loss that is not finite leaves the drafter of an earlier run alone. A fresh run discards what an
-    earlier one kept to be resumed.
+    earlier one kept to be resumed. Of several processes the first does so.
     """
     pending = directory.with_name(f".{directory.name}.best")
-    if checkpoint is None:
-        shutil.rmtree(pending, ignore_errors=True)
-        (directory.parent / CHECKPOINT).unlink(missing_ok=True)
+    with ranks.first_alone() as first:
+        if first and checkpoint is None:
+            shutil.rmtree(pending, ignore_errors=True)
+            (directory.parent / CHECKPOINT).unlink(missing_ok=True)
     yield pending
-    if pending.is_dir():
-        replace_directory(pending, directory)
+    with ranks.first_alone() as first:
+        if first and pending.is_dir():
+            replace_directory(pending, directory)
 
 
 def training_module(

@@ -7,6 +7,8 @@ import sys
 import time
 from functools import cache
 
+from pipeline import ranks
+
 PROBE_SHAPE = (256, 512, 4096)  # rows, inputs, outputs: about a batch through a small model's projection
 PROBE_ROUNDS = 5
 PROBE_SECONDS = 0.5
@@ -67,7 +69,8 @@ def _bfloat16_pays() -> bool:
 
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return faster_bfloat16(torch.get_num_threads()) >= WORTHWHILE
+    # a measurement: processes that train together must not come to different ends
+    return ranks.decided_by_first(lambda: faster_bfloat16(torch.get_num_threads()) >= WORTHWHILE)
 
 
 def keep_freed_memory() -> None:

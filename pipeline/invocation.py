@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from drafters.errors import UserError
+from pipeline import ranks
 from pipeline.config import Config, load_config
 from pipeline.stage_plan import choose_drafter, newer_drafter, plan_stage
 
@@ -152,6 +153,8 @@ class Invocation:
             if isinstance(stop.__context__, KeyboardInterrupt):
                 raise KeyboardInterrupt from None
             raise SystemExit(stop.code or 128 + signal.SIGTERM) from None
+        if not ranks.is_first():
+            return
         typer.echo(str(written))
         if then is not None:
             typer.echo(f"next: {self._command_line(then)}", err=True)

@@ -33,6 +33,7 @@ from drafters.layer_ids import check_layer_ids, default_layer_ids
 from drafters.packing import Document
 from drafters.precondition import feature_rms, precondition
 from drafters.target import Target
+from pipeline import ranks
 from pipeline.config import Config
 from pipeline.hardware import keep_freed_memory, resolve_dtype
 from pipeline.tiny_target import write_tiny_target
@@ -67,6 +68,9 @@ def load_target(config: Config, *, dtype: str | None = None) -> TargetBundle:
         torch.set_num_threads(config.threads)
     keep_freed_memory()
     transformers_logging.disable_progress_bar()
+    with ranks.first_alone() as first:
+        if first:
+            target_directory(config)
     source = target_directory(config)
     torch_dtype = getattr(torch, resolve_dtype(dtype or config.target.dtype))
     try:

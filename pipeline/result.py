@@ -33,7 +33,7 @@ _DISTRIBUTIONS = ("torch", "transformers", "lightning", "mlflow", "draftsmith")
 
 @dataclass(frozen=True)
 class StageResult:
-    """Content of `result.json`.
+    """Content of `result.json`, in which several training processes count as the first of them.
 
     `inputs` and `outputs` map paths (relative to the output directory where they lie inside it) to
     sha256. Times are UTC in ISO 8601, durations in seconds. CPU seconds count this process and its
@@ -141,13 +141,18 @@ def stage_run(stage: str, output: Path, config_dict: Mapping[str, Any]) -> Itera
     if output.exists() and not output.is_dir():
         raise UserError(f"{output}: is a file; give a directory for the outputs of `{stage}`")
     output.mkdir(parents=True, exist_ok=True)
-    run = StageRun(stage=stage, output=output, config_hash=hash_config(config_dict))
+    run = unwritten_run(stage, output, config_dict)
     started, wall, cpu = datetime.now(UTC), time.perf_counter(), _cpu_seconds()
     yield run
     result = run._finish(started, wall, cpu)
     # metrics stand at the top level too: `jq .offline.acceptance_length result.json`
     write_json(output / RESULT_FILE, {**result.metrics, **asdict(result)})
     run.result = result
+
+
+def unwritten_run(stage: str, output: Path, config_dict: Mapping[str, Any]) -> StageRun:
+    """A run that nobody writes down unless `stage_run` does."""
+    return StageRun(stage=stage, output=output, config_hash=hash_config(config_dict))
 
 
 def hash_config(config_dict: Mapping[str, Any]) -> str:

@@ -211,10 +211,12 @@ def _describe_drafter(directory: Path) -> str:
 
 
 def _fit_size(config: Config, fit: FitConfig) -> str:
-    rows = fit.steps * fit.accumulate
+    processes = config.trainer.world_size
+    rows = fit.steps * fit.accumulate * processes
+    shared = "" if processes == 1 else f" × {processes} processes"
     minutes = "" if fit.max_minutes is None else f", {fit.max_minutes:g} minutes at most"
     return (
-        f"{fit.steps:,} × {fit.accumulate} rows of {config.data.row_tokens:,} tokens = "
+        f"{fit.steps:,} × {fit.accumulate}{shared} rows of {config.data.row_tokens:,} tokens = "
         f"{rows * config.data.row_tokens:,} tokens at most; {fit.anchors_per_document} blocks of "
         f"{config.drafter.block_size} slots in each document{minutes}"
     )

@@ -9,7 +9,7 @@ import lightning as L
 
 from datamodules.offline import OfflineDataModule
 from drafters.acceptance_head import AcceptanceHead
-from drafters.checkpoint import save_drafter
+from drafters.checkpoint import save_drafter, serving_tensors
 from drafters.fill import Drafter
 from drafters.identity import TargetIdentity
 from drafters.length_head import LengthHead
@@ -91,6 +91,7 @@ class ExportBest(L.Callback):
     def _export(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         drafter = pl_module.drafter
         assert isinstance(drafter, Drafter)
+        tensors = serving_tensors(drafter)
         if trainer.is_global_zero:
             save_drafter(
                 self.directory,
@@ -100,4 +101,5 @@ class ExportBest(L.Callback):
                 length_head=self.length_head,
                 acceptance_head=self.acceptance_head,
                 extra=self.extra,
+                tensors=tensors,
             )

@@ -55,6 +55,7 @@ from pipeline.config.training import (
     OptimConfig,
     PruneConfig,
     ReplayBufferConfig,
+    TrainerConfig,
 )
 
 __all__ = [
@@ -88,6 +89,7 @@ __all__ = [
     "ThresholdConfig",
     "TrackingConfig",
     "TrafficConfig",
+    "TrainerConfig",
     "apply_override",
     "describe_errors",
     "find_preset",

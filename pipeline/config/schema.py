@@ -39,6 +39,7 @@ from pipeline.config.training import (
     LossConfig,
     OnlineConfig,
     PruneConfig,
+    TrainerConfig,
 )
 
 
@@ -48,7 +49,11 @@ class Config(Section):
     name: str = Field("run", description="Run name in MLflow.")
     output: Path = Field(Path("outputs/run"), description="Directory of all results.")
     seed: int = Field(0, description="Of everything random: order, anchors, initial weights, sampling.")
-    threads: int | None = Field(None, ge=1, description="CPU threads; null leaves torch's default.")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of each process; null leaves torch's default, or divides the cores.",
+    )
     budget_minutes: dict[str, float] = Field(
         default_factory=dict,
         description="Expected minutes of each stage, shown by `run` beside the time taken.",
@@ -57,6 +62,7 @@ class Config(Section):
     drafter: DrafterConfig = DrafterConfig()
     data: DataConfig
     regenerate: RegenerateConfig = RegenerateConfig()
+    trainer: TrainerConfig = TrainerConfig()
     train: FitConfig = FitConfig()
     distill: FitConfig = FitConfig(steps=200, loss=LossConfig(objective="opd"), anchor_source="rounds")
     length_head: LengthHeadConfig = LengthHeadConfig(steps=200, anchor_source="rounds")
@@ -102,6 +108,18 @@ class Config(Section):
             raise ValueError(
                 f"lookahead.coverage {coverage} is outside 1..{self.drafter.block_size} (drafter.block_size)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _losses_are_shared(self) -> Config:
+        for name in ("train", "distill"):
+            loss = getattr(self, name).loss
+            normalised = loss.objective == "opd" and loss.clip == "position_normalised"
+            if normalised and self.trainer.world_size > 1:
+                raise ValueError(
+                    f"{name}.loss.clip 'position_normalised' clips by the weights of one process's batch; choose another, or "
+                    "trainer.devices 1"
+                )
         return self
 
     def dump(self) -> dict[str, Any]:

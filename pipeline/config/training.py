@@ -78,6 +78,30 @@ class FitConfig(Section):
     )
 
 
+class TrainerConfig(Section):
+    """The processes that train, distil, prune and fit heads together, each on batches of its own; see docs/distributed.md.
+
+    An optimizer step then sees `devices` × `num_nodes` times as many documents. Online rounds use one process.
+    """
+
+    devices: int = Field(
+        1, ge=1, description="Processes on a machine: GPUs, or on a machine without any, parts of its cores."
+    )
+    num_nodes: int = Field(
+        1, ge=1, description="Machines; with more than one, torchrun starts the same command on each."
+    )
+    strategy: Literal["ddp", "fsdp2"] = Field(
+        "ddp",
+        description="ddp: the whole drafter in every process; fsdp2: its weights, gradients and moments divided among them. "
+        "The target is whole in every process. One process ignores this.",
+    )
+
+    @property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return self.devices * self.num_nodes
+
+
 class LengthHeadConfig(FitConfig):
     """The fit of the length head and the acceptance head. `loss`, `vocabulary` and `validate_every` have no effect here."""
 

@@ -7,14 +7,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from pipeline import ranks
 from pipeline.config import Config
 from pipeline.console import heading, say
 from pipeline.lineage import DataWindow, Lineage
 from pipeline.models import TargetBundle, describe_target, load_target
 from pipeline.registry import Registry, model_name_for
-from pipeline.result import RESULT_FILE, StageRun, git_state, stage_run
+from pipeline.result import RESULT_FILE, StageRun, git_state, stage_run, unwritten_run
 from pipeline.tracking import TrackedRun, Tracking
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger
 
 
 @dataclass
@@ -24,8 +29,18 @@ class Stage:
     config: Config
     output: Path
     result: StageRun
-    tracked: TrackedRun
+    run: TrackedRun | None
     loaded: TargetBundle | None = None
+
+    @property
+    def tracked(self) -> TrackedRun:
+        """The MLflow run, which the first process has."""
+        assert self.run is not None
+        return self.run
+
+    def logger(self) -> Logger | bool:
+        """Lightning's logger into that run; none in other processes."""
+        return tracking_for(self.config).lightning_logger(self.run.run_id) if self.run is not None else False
 
     @cached_property
     def bundle(self) -> TargetBundle:
@@ -68,12 +83,19 @@ def registry_for(config: Config, target_id: str) -> Registry:
 def open_stage(
     config: Config, name: str, folder: str | None = None, *, bundle: TargetBundle | None = None
 ) -> Iterator[Stage]:
-    """Run a stage: on success `<output>/<folder>/result.json` is written and logged to MLflow.
+    """Run a stage: on success `<output>/<folder>/result.json` is written and logged to MLflow, by the first process.
 
     `bundle` is the target, where the caller has loaded it already.
+
+    Raises:
+        UserError: when several processes run what is not made for it.
     """
-    heading(name)
     output = config.output / (folder or name)
+    ranks.require_connection(name)
+    if not ranks.is_first():
+        yield Stage(config, output, unwritten_run(name, output, config.dump()), None, bundle)
+        return
+    heading(name)
     tracking = tracking_for(config)
     tracking.initialise()
     with tracking.run(f"{config.name}-{name}", {"stage": name}) as tracked:

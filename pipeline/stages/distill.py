@@ -13,6 +13,7 @@ from drafters.checkpoint import CONTENT
 from drafters.packing import Document
 from drafters.replay import replay
 from lightning_modules.callbacks.export import ExportBest
+from pipeline import ranks
 from pipeline.config import Config
 from pipeline.console import say
 from pipeline.corpus import responses_directory, train_and_validation
@@ -25,10 +26,12 @@ from pipeline.fitting import (
     stage_trainer,
     training_module,
 )
+from pipeline.launch import across_ranks
 from pipeline.models import TargetBundle, load_drafter_for, prepare_training
-from pipeline.stages.context import open_stage, tracking_for
+from pipeline.stages.context import open_stage
 
 
+@across_ranks
 def distill_offline(config: Config, *, drafter: Path, resume: bool = False) -> Path:
     """Distil on served text by `distill.loss`, AdaFlash's by default; the best by τ goes to `<output>/distill/drafter`.
 
@@ -70,9 +73,10 @@ def distill_offline(config: Config, *, drafter: Path, resume: bool = False) -> P
             trainer = stage_trainer(
                 stage.output,
                 settings,
-                logger=tracking_for(config).lightning_logger(stage.tracked.run_id),
+                logger=stage.logger(),
                 callbacks=[export],
                 validate=bool(validation),
+                processes=config.trainer,
             )
             datamodule = OfflineDataModule(
                 train, validation, packing_spec(config, settings), seed=config.seed
@@ -91,5 +95,5 @@ def distill_offline(config: Config, *, drafter: Path, resume: bool = False) -> P
 def with_round_starts(drafter: Path, bundle: TargetBundle, documents: list[Document]) -> list[Document]:
     """The documents with the positions where this drafter's rounds would begin, found by replay."""
     loaded = load_drafter_for(drafter, bundle, dtype=bundle.target.dtype)
-    results = replay(loaded.drafter, bundle.target, documents)
+    results = ranks.spread(documents, lambda some: replay(loaded.drafter, bundle.target, some))
     return [replace(d, round_starts=r.round_starts) for d, r in zip(documents, results, strict=True)]

@@ -17,15 +17,18 @@ from drafters.length_head import LengthHead, length_targets, verify_len_from
 from drafters.packing import Document, pack_documents
 from drafters.replay import iterate_packs
 from lightning_modules.length_head import LabelledBlocks, LengthHeadModule
+from pipeline import ranks
 from pipeline.config import Config
 from pipeline.console import say
 from pipeline.corpus import responses_directory, train_and_validation
 from pipeline.fitting import fit, optim_spec, packing_spec, resume_path, stage_documents, stage_trainer
+from pipeline.launch import across_ranks
 from pipeline.models import load_drafter_for
-from pipeline.stages.context import open_stage, tracking_for
+from pipeline.stages.context import open_stage
 from pipeline.stages.distill import with_round_starts
 
 
+@across_ranks
 def fit_length_head(config: Config, *, drafter: Path, resume: bool = False) -> Path:
     """Fit the heads on the drafter's own round starts; exports drafter and heads to `<output>/length_head/drafter`.
 
@@ -60,13 +63,18 @@ def fit_length_head(config: Config, *, drafter: Path, resume: bool = False) -> P
         trainer = stage_trainer(
             stage.output,
             settings,
-            logger=tracking_for(config).lightning_logger(stage.tracked.run_id),
+            logger=stage.logger(),
             callbacks=[],
             validate=False,
+            processes=config.trainer,
+            divisible=False,
         )
         with stage.result.section("fit"):
             datamodule = OfflineDataModule(train, [], packing_spec(config, settings), seed=config.seed)
             fit(trainer, module, datamodule, checkpoint)
+        directory = stage.output / "drafter"
+        if not ranks.is_first():
+            return directory
         calibration = calibrate(module, validation or train, config)
         say(
             f"label mean {calibration['label_mean']:.3f}, predicted {calibration['predicted_mean']:.3f}, "
@@ -83,7 +91,6 @@ def fit_length_head(config: Config, *, drafter: Path, resume: bool = False) -> P
                 f"acceptance head: calibration error {acceptance['ece']:.3f} (uncalibrated {acceptance['ece_raw']:.3f}), "
                 f"{acceptance['tokens_predicted']:.2f} tokens per whole block foretold, {acceptance['tokens']:.2f} seen"
             )
-        directory = stage.output / "drafter"
         save_drafter(
             directory,
             loaded.drafter,

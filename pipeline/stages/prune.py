@@ -21,11 +21,13 @@ from drafters.checkpoint import CONTENT, drafter_digest, save_drafter
 from drafters.errors import UserError
 from drafters.fill import Drafter
 from drafters.layers import layers_of, mlp_output, remove_layer
+from drafters.packing import Document
 from drafters.prune import replay_without_each_layer
 from drafters.repair import Repair, fit_repairs
-from drafters.replay import replay, total_acceptance_length
+from drafters.replay import ReplayResult, replay, total_acceptance_length
 from lightning_modules.callbacks.export import ExportBest
 from lightning_modules.recovery import RecoveryModule
+from pipeline import ranks
 from pipeline.config import Config
 from pipeline.console import say, show_table
 from pipeline.corpus import responses_directory, train_and_validation
@@ -39,11 +41,12 @@ from pipeline.fitting import (
     stage_documents,
     stage_trainer,
 )
+from pipeline.launch import across_ranks
 from pipeline.lineage import DataWindow
 from pipeline.measure import round_ms
 from pipeline.models import keep_copy, load_drafter_for, prepare_training
 from pipeline.result import hash_config, write_json
-from pipeline.stages.context import Stage, open_stage, tracking_for
+from pipeline.stages.context import Stage, open_stage
 
 STATE = "state.json"
 DECIDING: Mapping[str, bool | set[str]] = {"seed": True, "prune": True, "data": {"row_tokens", "max_length"}}
@@ -113,6 +116,7 @@ class PruneState:
             ) from None
 
 
+@across_ranks
 def prune_drafter(config: Config, *, drafter: Path, resume: bool = False) -> Path:
     """Prune down to `prune.layers`, or until τ would fall below the floor; the result is `<output>/prune/drafter`.
 
@@ -125,7 +129,8 @@ def prune_drafter(config: Config, *, drafter: Path, resume: bool = False) -> Pat
         run = _Pruning(stage, drafter, resume)
         run.go()
         directory = stage.output / "drafter"
-        keep_copy(directory, run.current, stage.bundle)
+        if ranks.is_first():
+            keep_copy(directory, run.current, stage.bundle)
         stage.result.add_output(directory)
         return directory
 
@@ -135,10 +140,11 @@ class _Pruning:
         self.stage, self.config, self.settings = stage, stage.config, stage.config.prune
         self.bundle, self.whole = stage.bundle, drafter
         self.path = stage.output / STATE
-        if not resume:
-            self.path.unlink(missing_ok=True)
-            for old in stage.output.glob("layers-*"):
-                shutil.rmtree(old)
+        with ranks.first_alone() as first:
+            if first and not resume:
+                self.path.unlink(missing_ok=True)
+                for old in stage.output.glob("layers-*"):
+                    shutil.rmtree(old)
         deciding = self.config.model_dump(mode="json", include=DECIDING)
         # when to stop may be said anew
         deciding["prune"] = {k: v for k, v in deciding["prune"].items() if k not in ("layers", "retention")}
@@ -159,6 +165,7 @@ class _Pruning:
         if wanted is not None and wanted >= self.depth:
             raise UserError(f"prune.layers: {wanted} is not below the {self.depth} layers of {drafter}")
         L.seed_everything(self.config.seed, verbose=False)
+        ranks.wait_for_all()  # until all have read what the first will write
 
     @property
     def current(self) -> Path:
@@ -215,7 +222,8 @@ class _Pruning:
         show_table(
             "pruning", ["layers", "removed", "τ bare", "τ repaired", "τ recovered", "ms per round"], rows
         )
-        _plot(self.state, self.depth, self.stage.output / "prune.png")
+        if ranks.is_first():
+            _plot(self.state, self.depth, self.stage.output / "prune.png")
 
     def _choose(self) -> Removal:
         if self.state.pending is None:
@@ -224,7 +232,8 @@ class _Pruning:
             drafter = loaded.drafter
             with section("repair"):
                 repairs = self._repairs(drafter)
-            measured = self._candidates(len(layers_of(drafter)), repairs)
+            depth = len(layers_of(drafter))
+            measured = ranks.decided_by_first(lambda: self._candidates(depth, repairs))
             with section("importance"):
                 importance = self._without_each(drafter, measured, repairs)
                 start = max(importance)
@@ -235,13 +244,14 @@ class _Pruning:
                 remove_layer(drafter, removed)
             else:
                 remove_layer(drafter, removed, repair.weight_HI)
-            depth = len(layers_of(drafter))
-            save_drafter(
-                self._start(depth),
-                drafter,
-                identity=loaded.identity,
-                drafter_version=f"{self.config.name}-prune-{depth}-start-{CONTENT}",
-            )
+            with ranks.first_alone() as first:
+                if first:
+                    save_drafter(
+                        self._start(depth - 1),
+                        drafter,
+                        identity=loaded.identity,
+                        drafter_version=f"{self.config.name}-prune-{depth - 1}-start-{CONTENT}",
+                    )
             self.state.pending = Removal(removed, measured, importance, bare, max(bare, start))
             self._save()
         return self.state.pending
@@ -249,8 +259,12 @@ class _Pruning:
     def _without_each(
         self, drafter: Drafter, candidates: Sequence[int], repairs: Mapping[int, Repair]
     ) -> list[float]:
-        swept = replay_without_each_layer(drafter, self.bundle.target, self.measured, candidates, repairs)
-        return [total_acceptance_length(results) for results in swept]
+        def sweep(documents: Sequence[Document]) -> list[tuple[ReplayResult, ...]]:
+            swept = replay_without_each_layer(drafter, self.bundle.target, documents, candidates, repairs)
+            return list(zip(*swept, strict=True))
+
+        by_document = ranks.spread(self.measured, sweep)
+        return [total_acceptance_length(results) for results in zip(*by_document, strict=True)]
 
     def _repairs(self, drafter: Drafter) -> dict[int, Repair]:
         if not self.settings.repair:
@@ -310,9 +324,10 @@ class _Pruning:
             trainer = stage_trainer(
                 output,
                 self.settings,
-                logger=tracking_for(self.config).lightning_logger(self.stage.tracked.run_id),
+                logger=self.stage.logger(),
                 callbacks=[export],
                 validate=True,
+                processes=self.config.trainer,
             )
             datamodule = OfflineDataModule(
                 self.train, self.measured, packing_spec(self.config, self.settings), seed=self.config.seed
@@ -321,6 +336,8 @@ class _Pruning:
         return export.best
 
     def _register(self, directory: Path, tau: float) -> None:
+        if not ranks.is_first():
+            return
         self.stage.registry().register(
             directory,
             run_id=self.stage.tracked.run_id,
@@ -331,14 +348,16 @@ class _Pruning:
     def _tau(self, directory: Path) -> float:
         target = self.bundle.target
         drafter = load_drafter_for(directory, self.bundle, dtype=target.dtype).drafter
-        return total_acceptance_length(replay(drafter, target, self.measured))
+        results = ranks.spread(self.measured, lambda some: replay(drafter, target, some))
+        return total_acceptance_length(results)
 
     def _round_ms(self, directory: Path) -> float:
         drafter = load_drafter_for(directory, self.bundle, dtype=self.bundle.target.dtype).drafter
-        return round_ms(self.bundle, drafter, self.measured[0])
+        return ranks.decided_by_first(lambda: round_ms(self.bundle, drafter, self.measured[0]))
 
     def _save(self) -> None:
-        write_json(self.path, asdict(self.state))
+        if ranks.is_first():
+            write_json(self.path, asdict(self.state))
 
 
 def _plot(state: PruneState, depth: int, path: Path) -> None:

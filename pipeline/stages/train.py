@@ -25,10 +25,12 @@ from pipeline.fitting import (
     stage_trainer,
     training_module,
 )
+from pipeline.launch import across_ranks
 from pipeline.models import load_drafter_for, new_drafter, prepare_training
-from pipeline.stages.context import open_stage, tracking_for
+from pipeline.stages.context import open_stage
 
 
+@across_ranks
 def train_drafter(config: Config, *, resume: bool = False, warm_start: Path | None = None) -> Path:
     """Train on the regenerated responses; the best validation τ is exported to `<output>/train/drafter`.
 
@@ -64,9 +66,10 @@ def train_drafter(config: Config, *, resume: bool = False, warm_start: Path | No
             trainer = stage_trainer(
                 stage.output,
                 settings,
-                logger=tracking_for(config).lightning_logger(stage.tracked.run_id),
+                logger=stage.logger(),
                 callbacks=[export],
                 validate=bool(validation),
+                processes=config.trainer,
             )
             datamodule = OfflineDataModule(
                 train, validation, packing_spec(config, settings), seed=config.seed

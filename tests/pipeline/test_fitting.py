@@ -44,6 +44,8 @@ def test_a_checkpoint_from_before_the_acceptance_head_is_refused_with_the_cure(t
     torch.save({"state_dict": {}}, checkpoint)
 
     class Trainer:
+        world_size, strategy = 1, None
+
         def fit(self, module: nn.Module, **_: Any) -> None:
             module.load_state_dict(
                 {f"length_head.{name}": value for name, value in head.state_dict().items()}

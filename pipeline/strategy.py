@@ -1,0 +1,44 @@
+"""How Lightning trains in several processes, which exist already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+from lightning_modules.callbacks.termination import LeaveOnSigterm
+from pipeline.config import TrainerConfig
+
+
+def trainer_settings(trainer: TrainerConfig, *, divisible: bool = True) -> dict[str, Any]:
+    """Arguments of `lightning.Trainer` for these processes; plugins and callbacks are to be added to others.
+
+    Args:
+        trainer: the configuration.
+        divisible: whether the module can be divided among them; what is too small for that is trained whole.
+    """
+    if trainer.world_size == 1:
+        return {"devices": 1, "plugins": [], "callbacks": []}
+    settings = {
+        "devices": trainer.devices,
+        "num_nodes": trainer.num_nodes,
+        "plugins": [TorchElasticEnvironment()],
+        "callbacks": [LeaveOnSigterm()],
+        # weights that were gathered in inference mode could not be trained afterwards
+        "inference_mode": False,
+    }
+    if trainer.strategy == "fsdp2" and divisible:
+        # one file, in the layout of a single process: written as a whole or not at all
+        strategy: Any = ModelParallelStrategy(
+            data_parallel_size=trainer.world_size, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
+    else:
+        strategy = DDPStrategy(gradient_as_bucket_view=True)
+    return settings | {"strategy": strategy}
+
+
+def is_divided(trainer: L.Trainer) -> bool:
+    """Whether the module's weights are divided among the processes of this trainer."""
+    return isinstance(trainer.strategy, ModelParallelStrategy)
