@@ -29,8 +29,8 @@ HALF_LIFE = 2048
 """Rounds after which a cell that was not seen again counts half beside others."""
 
 VERIFY_STALE, DRAFT_STALE = 512, 128
-"""Rounds after which what a cell had seen counts half beside what it sees now. Drafting that does not pay is rarely seen, and must
-not be held for dear because it once was."""
+"""Rounds after which what a cell had seen counts half beside what it sees now. Drafting that does not pay is rarely seen, and
+must not be held for dear because it once was."""
 
 OUTLIER = 3.0
 """A round longer than so many means counts as so long: a machine's hiccup says nothing about rows."""

@@ -47,7 +47,8 @@ def simulate(
             metavar="NAME[:VALUE],…",
             show_default=False,
             help="fixed (lengths 2, 3, 4, 6, 8, 12, 16 and the whole block), adaflash, survival, throughput with all their "
-            "settings, or one as in adaflash:1.5, or config for the configured one. All that the traces allow by default; plain decoding is always there.",
+            "settings, or one as in adaflash:1.5, or config for the configured one. All that the traces allow by default; plain "
+            "decoding is always there.",
         ),
     ] = None,
     costs: Annotated[
