@@ -373,7 +373,8 @@ def decode_round(
         raise
     verify_s = time.perf_counter() - started
     if policy is not None and len(running) == len(jobs) and not failed:
-        policy.observe(RoundTiming(len(jobs), sum(len(job.ids) for job in jobs), verify_s, draft_s))
+        rows, committed = sum(len(job.ids) for job in jobs), sum(s.rounds[-1].committed for s in running)
+        policy.observe(RoundTiming(len(jobs), rows, verify_s, draft_s, committed))
     if ahead is not None:
         going_on = [s for s in running if s not in failed and not s.finished]
         ahead.finish(verify_s, {s: s.rounds[-1].accepted for s in going_on})

@@ -40,12 +40,14 @@ class RoundTiming:
 
     `rows` that the target read for `requests` requests in `verify_s` seconds, the choice of what to commit included. `draft_s`
     seconds of drafting a block for each of them; None if none was drafted, or if it also had to read more text than usual.
+    `committed` tokens of all of them together; None if that is not known.
     """
 
     requests: int
     rows: int
     verify_s: float
     draft_s: float | None
+    committed: int | None = None
 
 
 class LengthPolicy(Protocol):

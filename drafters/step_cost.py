@@ -5,7 +5,8 @@ target reads, Σ verify_len, and `requests` how many caches it reads them agains
 number of requests speak for another. Drafting: a non-decreasing function of the requests that draft.
 
 Every cell (requests, rows) keeps a running mean that forgets, so that a machine that becomes slower, or contexts that become
-longer, are followed. The curves are fitted to these means by monotone regression, two at once by backfitting.
+longer, are followed: by its own rounds, and by the rounds of all since it was last seen. The curves are fitted to these means by
+monotone regression, two at once by backfitting.
 
 Shapes: C cells, K knots, X points asked for.
 """
@@ -25,7 +26,11 @@ MEMORY = 32
 """Rounds over which a cell's mean forgets."""
 
 HALF_LIFE = 2048
-"""Rounds after which a cell that was not seen again counts half."""
+"""Rounds after which a cell that was not seen again counts half beside others."""
+
+VERIFY_STALE, DRAFT_STALE = 512, 128
+"""Rounds after which what a cell had seen counts half beside what it sees now. Drafting that does not pay is rarely seen, and
+must not be held for dear because it once was."""
 
 OUTLIER = 3.0
 """A round longer than so many means counts as so long: a machine's hiccup says nothing about rows."""
@@ -43,30 +48,36 @@ Curve = tuple[Floats, Floats]
 
 @dataclass
 class _Cell:
+    """`count` observations, the mean of as many as `weight`, last `seen` at a round."""
+
     mean: float
     count: int
+    weight: float
     seen: int
 
 
 @dataclass
 class RunningMeans:
-    """Mean seconds of each cell (requests, rows)."""
+    """Mean seconds of each cell (requests, rows); `stale` rounds after which what a cell had seen counts half."""
 
+    stale: int
     cells: dict[Key, _Cell] = field(default_factory=dict)
     rounds: int = 0
 
-    def add(self, key: Key, seconds: float) -> None:
-        """Note one observation."""
-        self.rounds += 1
-        cell = self.cells.setdefault(key, _Cell(seconds, 0, self.rounds))
+    def add(self, key: Key, seconds: float, now: int) -> None:
+        """Note one observation of round number `now`."""
+        self.rounds = max(self.rounds, now)
+        cell = self.cells.setdefault(key, _Cell(seconds, 0, 0.0, self.rounds))
         trusted = cell.count >= _TRUSTED_COUNT
-        if not trusted and OUTLIER * seconds < cell.mean:
-            # the first ones were the hiccup, as when kernels are compiled
-            cell.mean, cell.count = seconds, 0
+        cell.weight *= 0.5 ** (max(self.rounds - cell.seen - 1, 0) / self.stale)
+        if cell.weight < _TRUSTED_COUNT and OUTLIER * seconds < cell.mean:
+            # the first ones were the hiccup, as when kernels are compiled; or it was dear long ago
+            cell.mean, cell.count, cell.weight = seconds, 0, 0.0
         bounded = min(seconds, OUTLIER * cell.mean) if trusted else seconds
         cell.count += 1
+        cell.weight = min(cell.weight + 1, MEMORY)
         cell.seen = self.rounds
-        cell.mean += (bounded - cell.mean) / min(cell.count, MEMORY)
+        cell.mean += (bounded - cell.mean) / cell.weight
 
     def columns(self) -> tuple[Floats, Floats, Floats, Floats]:
         """(requests, rows, means, weights), each [C]."""
@@ -74,7 +85,7 @@ class RunningMeans:
         means_C = np.asarray([cell.mean for cell in self.cells.values()])
         weights_C = np.asarray(
             [
-                min(cell.count, MEMORY) * max(0.5 ** ((self.rounds - cell.seen) / HALF_LIFE), _LEAST_DECAY)
+                cell.weight * max(0.5 ** ((self.rounds - cell.seen) / HALF_LIFE), _LEAST_DECAY)
                 for cell in self.cells.values()
             ]
         )
@@ -85,9 +96,10 @@ class StepCosts:
     """The cost table of one engine. Its serving thread alone writes to it."""
 
     def __init__(self) -> None:
-        self._verify, self._draft = RunningMeans(), RunningMeans()
+        self._verify, self._draft = RunningMeans(VERIFY_STALE), RunningMeans(DRAFT_STALE)
         self._verify_fit: tuple[Curve, Curve] | None = None
         self._draft_fit: Curve | None = None
+        self._draft_fitted = 0
 
     def for_another_drafter(self) -> StepCosts:
         """A table that goes on with what verification costs; of drafting it knows nothing."""
@@ -127,14 +139,14 @@ class StepCosts:
 
     def observe_verify(self, rows: int, requests: int, seconds: float) -> None:
         """The target read `rows` rows of `requests` requests, and what to commit was settled."""
-        self._verify.add((requests, row_bucket(rows)), seconds)
-        if _outdated(self._verify.rounds):
+        self._verify.add((requests, row_bucket(rows)), seconds, self._verify.rounds + 1)
+        if _early(self._verify.rounds) or self._verify.rounds % _REFIT_ROUNDS == 0:
             self._verify_fit = None
 
     def observe_draft(self, requests: int, seconds: float) -> None:
         """So many requests drafted a block each."""
-        self._draft.add((requests, 0), seconds)
-        if _outdated(self._draft.rounds):
+        self._draft.add((requests, 0), seconds, self._verify.rounds)
+        if _early(self._draft.rounds) or self._draft.rounds - self._draft_fitted >= _REFIT_ROUNDS:
             self._draft_fit = None
 
     def verify_s(self, rows: Iterable[int], requests: int) -> Floats:
@@ -158,6 +170,7 @@ class StepCosts:
             return 0.0
         if self._draft_fit is None:
             self._draft_fit = fit_curve(*(self._draft.columns()[i] for i in (0, 2, 3)))
+            self._draft_fitted = self._draft.rounds
         return float(interpolate(np.asarray([float(requests)]), *self._draft_fit)[0])
 
     def to_json(self) -> dict[str, list[list[float]]]:
@@ -173,10 +186,13 @@ class StepCosts:
         costs = cls()
         for name, means in (("verify", costs._verify), ("draft", costs._draft)):
             for requests, rows, mean, count in content[name]:
-                means.cells[int(requests), int(rows)] = _Cell(float(mean), int(count), 0)
-            means.rounds = sum(cell.count for cell in means.cells.values())
+                weight = float(min(count, MEMORY))
+                means.cells[int(requests), int(rows)] = _Cell(float(mean), int(count), weight, 0)
+        now = sum(cell.count for cell in costs._verify.cells.values())
+        for means in (costs._verify, costs._draft):
+            means.rounds = now
             for cell in means.cells.values():
-                cell.seen = means.rounds
+                cell.seen = now
         return costs
 
 
@@ -215,6 +231,6 @@ def fit_additive(
     return by_rows, by_requests
 
 
-def _outdated(rounds: int) -> bool:
-    """Whether the fit is to be made anew: early observations change much, later ones little."""
-    return rounds < 2 * _REFIT_ROUNDS or rounds % _REFIT_ROUNDS == 0
+def _early(rounds: int) -> bool:
+    """Whether fits are made anew after each observation: early ones change much, later ones little."""
+    return rounds < 2 * _REFIT_ROUNDS

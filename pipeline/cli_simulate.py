@@ -46,8 +46,9 @@ def simulate(
         typer.Option(
             metavar="NAME[:VALUE],…",
             show_default=False,
-            help="fixed, adaflash, survival, throughput with all their settings, or one as in adaflash:1.5, or config for "
-            "the configured one. All that the traces allow by default; plain decoding is always there.",
+            help="fixed (lengths 2, 3, 4, 6, 8, 12, 16 and the whole block), adaflash, survival, throughput with all their "
+            "settings, or one as in adaflash:1.5, or config for the configured one. All that the traces allow by default; plain "
+            "decoding is always there.",
         ),
     ] = None,
     costs: Annotated[
@@ -88,7 +89,8 @@ def simulate(
         typer.Option(
             metavar="R",
             show_default=False,
-            help="Requests per second, at random times. By default clients ask again as soon as they are answered.",
+            help="Requests per second, at random times. By default clients ask again as soon as they are answered. "
+            "Latencies count then; there is no speedup.",
         ),
     ] = None,
     prompts: Annotated[

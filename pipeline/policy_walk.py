@@ -27,10 +27,11 @@ class WalkResult:
 def walk(
     method: Method, requests: Requests, costs: RoundCosts, load: int, table: StepCosts | None = None
 ) -> WalkResult:
-    """Serve the texts, `load` at a time, until each was served once.
+    """Serve the texts, `load` at a time, and measure once `load` of them are answered, until as many more are as there are.
 
-    A text that ends makes place for the next, from the first again when all have begun, so that rounds stay full to the end.
-    Prompts cost nothing here.
+    A text that ends makes place for the next, from the first again when all have begun, so that rounds stay full to the end; what
+    runs at either end is served in part. If there are fewer texts than `load`, that many are answered. Prompts cost nothing
+    here.
 
     Args:
         method: what chooses lengths.
@@ -40,5 +41,5 @@ def walk(
         table: what `throughput` knows of the costs beforehand.
     """
     policy = method.make(requests, None if table is None else table.copy())
-    outcome = serve(requests, policy, costs, Traffic(load), warm_up=0, finish=max(requests.count, load))
+    outcome = serve(requests, policy, costs, Traffic(load), warm_up=load, finish=max(requests.count, load))
     return WalkResult(method, rate_interval(requests, outcome), outcome.acceptance_length, outcome.verify_len)

@@ -17,6 +17,9 @@ from pipeline.simulation.requests import Requests
 
 GAMMAS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
+LENGTHS = (2, 3, 4, 6, 8, 12, 16)
+"""Of `fixed` without a value, as far as a block goes; and the whole block."""
+
 FAMILIES = ("plain", "fixed", "adaflash", "survival", "throughput")
 CONFIGURED = "config"
 _WORDS = {"fixed": "length", "adaflash": "gamma", "survival": "threshold"}
@@ -106,7 +109,7 @@ def read_methods(text: str, requests: Requests, configured: PolicyConfig) -> lis
         block_size,
         length_head=True,
         acceptance_head=True,
-        lengths=sorted({max(2, block_size * part // 4) for part in (1, 2, 3, 4)}),
+        lengths=sorted({length for length in LENGTHS if length < block_size} | {block_size}),
         probe_every=configured.probe_every,
     )
     found = [PLAIN]

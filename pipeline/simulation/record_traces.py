@@ -20,7 +20,8 @@ from serving_bridge.records import VerificationRecord
 def trace_of_record(record: VerificationRecord) -> BlockTrace:
     """One greedy record's text.
 
-    A stretch that no round covers (served plainly, or prefilled again) is left out: the text goes on behind it.
+    A stretch that no round covers (served plainly, or prefilled again) is left out: the text goes on behind it, as one response
+    whose anchors are numbered without a gap. So contexts behind such a stretch are shorter than they were.
     """
     tokens = [*record.prompt_ids, *record.output_ids]
     end = len(tokens) - 1
@@ -32,10 +33,11 @@ def trace_of_record(record: VerificationRecord) -> BlockTrace:
             # a later round is nearer to what would be drafted there
             accepted[this.start + inside] = matched - inside
     positions = sorted(accepted)
+    first = positions[0] if positions else 0
     return BlockTrace(
         record.request_id,
-        _runs(positions),
-        {position: row for row, position in enumerate(positions)},
+        [(first, first + len(positions))] if positions else [],
+        {first + row: row for row in range(len(positions))},
         np.asarray([accepted[p] for p in positions], dtype=np.int64),
         None,
         None,
@@ -51,14 +53,3 @@ def _matching(drafts: Sequence[int], text: Sequence[int]) -> int:
             break
         count += 1
     return count
-
-
-def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """(first anchor, position behind the last) of each unbroken run."""
-    runs: list[tuple[int, int]] = []
-    for position in positions:
-        if runs and runs[-1][1] == position:
-            runs[-1] = runs[-1][0], position + 1
-        else:
-            runs.append((position, position + 1))
-    return runs

@@ -31,6 +31,9 @@ def run_methods(
 ) -> Iterator[Row]:
     """Rows by load, then by method in the order given, of which the first is what speedups are over.
 
+    Where requests come at a rate of their own there is no speedup: what is served is what is asked, and the last of the requests
+    decide how long it takes.
+
     As many requests as run together are answered before measuring begins; then as many as there are, or as run together.
     """
     for load in loads:
@@ -45,7 +48,8 @@ def run_methods(
                 finish=max(load, requests.count),
             )
             base = base or outcome.tokens_per_s
-            yield _row(requests, method, costs, load, outcome, base)
+            speedup = outcome.tokens_per_s / base if traffic.rate is None else None
+            yield _row(requests, method, costs, load, outcome, speedup)
 
 
 def rate_interval(requests: Requests, outcome: Outcome) -> Interval:
@@ -57,7 +61,12 @@ def rate_interval(requests: Requests, outcome: Outcome) -> Interval:
 
 
 def _row(
-    requests: Requests, method: Method, costs: RoundCosts, load: int, outcome: Outcome, base: float
+    requests: Requests,
+    method: Method,
+    costs: RoundCosts,
+    load: int,
+    outcome: Outcome,
+    speedup: float | None,
 ) -> Row:
     interval = rate_interval(requests, outcome)
     # bounds are of busy time; of the clock's, in proportion
@@ -70,7 +79,7 @@ def _row(
         "tokens_per_s": outcome.tokens_per_s,
         "tokens_per_s_low": interval.low * share,
         "tokens_per_s_high": interval.high * share,
-        "speedup": outcome.tokens_per_s / base,
+        "speedup": speedup,
         "acceptance_length": outcome.acceptance_length,
         "verify_len": outcome.verify_len,
         "rows_per_round": outcome.rows / outcome.rounds,

@@ -103,7 +103,8 @@ def serve(
     while True:
         if not running.count and arrivals.next_s > now:
             now = arrivals.next_s
-        running.add(arrivals.take(now, traffic.concurrency - running.count), reads_prompt=traffic.prompts)
+        found = arrivals.take(now, traffic.concurrency - running.count)
+        running.add(found, now, reads_prompt=traffic.prompts)
         done = _round(requests, running, policy, adaptive, costs, now)
         measuring = answered >= warm_up
         now += (done.draft_s or 0.0) + done.verify_s
@@ -130,12 +131,14 @@ class _Running:
     """Requests under way, in order of admission, one entry each.
 
     `row` of the next anchor; `unread` tokens that the drafter has not seen; `prompt` tokens that the target has yet to read, 0
-    once it has begun; when it `arrived`, and when it `spoke` its first token.
+    once it has begun; whether it is `fresh`, its prompt not yet read by the drafter; when it `arrived`, and when it `spoke` its
+    first token.
     """
 
     def __init__(self, requests: Requests) -> None:
         self.requests = requests
         self.request_N = self.row_N = self.unread_N = self.prompt_N = np.zeros(0, dtype=np.int64)
+        self.fresh_N = np.zeros(0, dtype=np.bool_)
         self.arrived_N = self.spoke_N = np.zeros(0)
 
     @property
@@ -157,7 +160,8 @@ class _Running:
         """Tokens that a request's rounds commit in all."""
         return self.requests.end_Q[self.request_N] - self.requests.first_Q[self.request_N]
 
-    def add(self, found: list[tuple[int, float]], *, reads_prompt: bool) -> None:
+    def add(self, found: list[tuple[int, float]], now: float, *, reads_prompt: bool) -> None:
+        """Admit requests; without a prompt to read they speak at once."""
         if not found:
             return
         new = np.asarray([request for request, _ in found])
@@ -167,8 +171,9 @@ class _Running:
         self.row_N = np.append(self.row_N, self.requests.first_Q[new])
         self.unread_N = np.append(self.unread_N, prompt)
         self.prompt_N = np.append(self.prompt_N, prompt)
+        self.fresh_N = np.append(self.fresh_N, np.full(len(new), reads_prompt))
         self.arrived_N = np.append(self.arrived_N, arrived)
-        self.spoke_N = np.append(self.spoke_N, arrived)
+        self.spoke_N = np.append(self.spoke_N, np.full(len(new), now))
 
     def advance(self, committed_R: Ints, now: float) -> Bools:
         """Commit tokens of those that have begun, let the others begin; [N] bool: which are answered."""
@@ -180,7 +185,7 @@ class _Running:
         return self.row_N == self.requests.end_Q[self.request_N]
 
     def keep(self, kept_N: Bools) -> None:
-        for name in ("request_N", "row_N", "unread_N", "prompt_N", "arrived_N", "spoke_N"):
+        for name in ("request_N", "row_N", "unread_N", "prompt_N", "fresh_N", "arrived_N", "spoke_N"):
             setattr(self, name, getattr(self, name)[kept_N])
 
 
@@ -204,9 +209,10 @@ def _round(
             lengths_R = policy.verify_len(blocks_RB1, blocks_RB1, load).numpy()
             unread_R = running.unread_N[begun_N]
             # as in decoding: a pass that also catches up with much text says nothing of what drafting mostly costs
-            usual = bool((unread_R <= requests.block_size).all())
+            usual = bool((unread_R <= requests.block_size).all()) and not running.fresh_N[begun_N].any()
             draft_s = costs.draft_s(DraftWork(len(rows_R), int(unread_R.sum()), int(keys_R.sum())))
             running.unread_N[begun_N] = 0
+            running.fresh_N[begun_N] = False
     new = running.count - len(rows_R)
     read_N = running.prompt_N.copy()
     read_N[begun_N] = lengths_R
@@ -214,9 +220,10 @@ def _round(
     rows = int(read_N.sum())
     work = VerifyWork(running.count, rows, int(lengths_R.sum()) + new, int(keys_N.sum()), pairs)
     verify_s = costs.verify_s(work)
-    if adaptive is not None and not new:
-        adaptive.observe(RoundTiming(running.count, rows, verify_s, draft_s if usual else None))
     committed_R = requests.committed(rows_R, requests.end_Q[running.request_N[begun_N]], lengths_R)
+    if adaptive is not None and not new:
+        told_s, committed = draft_s if usual else None, int(committed_R.sum())
+        adaptive.observe(RoundTiming(running.count, rows, verify_s, told_s, committed))
     return SimulatedRound(now, running.request_N[begun_N], lengths_R, committed_R, draft_s, verify_s)
 
 

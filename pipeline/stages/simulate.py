@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from drafters.errors import UserError
-from pipeline.block_traces import trace_documents
 from pipeline.config import Config
 from pipeline.console import say, show_table
-from pipeline.models import load_drafter_for
 from pipeline.simulation.costs import DraftWork, RoundCosts, TableCosts, VerifyWork
 from pipeline.simulation.methods import available, read_methods, read_words
 from pipeline.simulation.record_traces import trace_of_record
-from pipeline.simulation.report import ALL, console_rows, markdown, plot, tuned
+from pipeline.simulation.report import ALL, console_rows, markdown, plain_wins, plot, recommended, tuned
 from pipeline.simulation.requests import Requests
 from pipeline.simulation.runs import Row, run_methods
 from pipeline.simulation.trace_file import TraceSet, load_traces, save_traces
 from pipeline.simulation.traffic import Traffic
 from pipeline.stages.context import Stage, open_stage
-from pipeline.stages.evaluate import heldout_documents, spread
-from pipeline.stages.tune_policy import greedy_records, read_costs, served_documents
+from pipeline.stages.served_texts import greedy_records, replayed, sample, texts_and_drafter
+from pipeline.stages.tune_policy import read_costs
+from serving_bridge.records import VerificationRecord
 from serving_bridge.transports import LogPlace
 
 CONCURRENCY = (1, 8, 32, 128, 512)
@@ -37,7 +36,7 @@ class TraceSource:
         drafter: checkpoint that is replayed.
         records: a log of served text; None: the held-out documents.
         as_logged: take the log's rounds, and run no model.
-        max_documents: of more texts so many are taken, evenly spread.
+        max_documents: of more texts so many are taken; see `texts_and_drafter`.
     """
 
     file: Path | None = None
@@ -111,12 +110,14 @@ def simulate(
                 for row in run_methods(group, methods, round_costs, traffic, concurrency):
                     rows.append({"domain": name} | row)
         remarks = _remarks(found, costs, traffic)
+        mixed = [] if traffic.rate is not None else [row for row in rows if row["domain"] == ALL]
         stage.result.metrics |= {
             "traces": {"source": found.source, "target_id": found.target_id, "responses": requests.count},
             "costs": asdict(costs) | {"table": None if costs.table is None else str(costs.table)},
             "traffic": asdict(traffic) | {"concurrency": list(concurrency)},
             "rounds": [_round_seconds(round_costs, load, requests, found.block_size) for load in concurrency],
-            "tuned": tuned([row for row in rows if row["domain"] == ALL]),
+            "tuned": tuned(mixed),
+            "plain_wins": plain_wins(mixed),
             "rows": rows,
         }
         title = f"{config.name}: simulated serving"
@@ -126,11 +127,11 @@ def simulate(
             stage.result.add_output(stage.output / name)
         show_table(
             title,
-            ["method", "C", "setting", "speedup", "tokens/s", "tau", "verify_len"],
+            ["method", "C", "setting", "speedup", "tokens/s", "tau", "verify_len", "latency p50, s"],
             list(console_rows(rows)),
         )
-        for key, values in stage.result.metrics["tuned"].items():
-            say(f"best by load: policy.{key}={values}")
+        for line in recommended(mixed):
+            say(line)
         for remark in remarks:
             say(remark)
         for note in sorted({f"{r['concurrency']} requests: {text}" for r in rows for text in r["notes"]}):
@@ -143,30 +144,43 @@ def _traces(stage: Stage, source: TraceSource) -> TraceSet:
         found = load_traces(source.file)
         stage.result.add_input(source.file)
         return found
-    found = _logged(source) if source.as_logged else _replayed(stage, source)
+    found = _logged(source, stage.config.seed) if source.as_logged else _replayed(stage, source)
     path = stage.output / "traces.safetensors"
     save_traces(path, found)
     stage.result.add_output(path)
     return found
 
 
-def _logged(source: TraceSource) -> TraceSet:
-    """The greedy records of the log, of one target and block size."""
+def _logged(source: TraceSource, seed: int) -> TraceSet:
+    """Greedy records of the log that have rounds, of one target and block size."""
     assert source.records is not None
-    records = list(greedy_records(source.records))
-    kinds = {(record.target_id, record.block_size) for record in records}
+    kinds: set[tuple[str, int]] = set()
+
+    def with_rounds(log: LogPlace) -> Iterator[VerificationRecord]:
+        for record in greedy_records(log):
+            # a server without a drafter, or one that decoded plainly all along, logs texts too
+            if record.rounds:
+                kinds.add((record.target_id, record.block_size))
+                yield record
+
+    chosen = sample(with_rounds(source.records), source.max_documents, seed)
     if len(kinds) != 1:
-        what = "no greedy record" if not kinds else f"records of {len(kinds)} targets or block sizes"
+        what = (
+            "no greedy record with rounds" if not kinds else f"records of {len(kinds)} targets or block sizes"
+        )
         raise UserError(f"--records {source.records}: {what}; --as-logged needs those of one")
     ((target_id, block_size),) = kinds
-    versions = sorted({this.drafter_version for record in records for this in record.rounds})
-    chosen = spread(records, source.max_documents)
+    versions = sorted({this.drafter_version for record in chosen for this in record.rounds})
+    traces = [trace_of_record(record) for record in chosen]
+    tokens = sum(len(record.output_ids) - 1 for record in chosen)
+    left_out = tokens - sum(len(trace.row_of) for trace in traces)
+    outside = f"; {left_out} of {tokens} tokens, outside any round, left out" if left_out else ""
     return TraceSet(
-        [trace_of_record(record) for record in chosen],
+        traces,
         block_size,
         target_id,
         ", ".join(versions),
-        "logged rounds; blocks that serving did not draft are estimated",
+        f"logged rounds; blocks that serving did not draft are estimated{outside}",
     )
 
 
@@ -174,19 +188,9 @@ def _replayed(stage: Stage, source: TraceSource) -> TraceSet:
     assert source.drafter is not None
     stage.result.add_input(source.drafter)
     target = stage.bundle.target
-    texts = (
-        heldout_documents(stage)
-        if source.records is None
-        else list(served_documents(source.records, target.identity.target_id, stage.config.data.max_length))
-    )
-    documents = spread([d for d in texts if d.anchor_positions()], source.max_documents)
-    if not documents:
-        raise UserError(f"--records {source.records}: no greedy text of this target")
-    loaded = load_drafter_for(source.drafter, stage.bundle, dtype=target.dtype)
-    with stage.result.section("replay"):
-        traces = list(trace_documents(loaded, target, documents))
+    documents, loaded = texts_and_drafter(stage, source.drafter, source.records, source.max_documents)
     return TraceSet(
-        traces,
+        replayed(stage, loaded, documents),
         loaded.drafter.block_size,
         target.identity.target_id,
         loaded.drafter_version,
@@ -225,7 +229,13 @@ def _remarks(found: TraceSet, costs: CostSource, traffic: Traffic) -> list[str]:
         )
     asked = "clients that ask again at once" if traffic.rate is None else f"{traffic.rate:g} requests/s"
     prompts = "read in the rounds" if traffic.prompts else "not counted"
-    return [*lines, f"traffic: {asked}; prompts {prompts}"]
+    lines.append(f"traffic: {asked}; prompts {prompts}")
+    if traffic.rate is not None:
+        lines.append(
+            "requests come at their own rate, so tokens/s say what was asked and when the last was over: "
+            "compare latencies; no speedup is given, and no setting is called best"
+        )
+    return lines
 
 
 def _round_seconds(costs: RoundCosts, load: int, requests: Requests, block_size: int) -> dict[str, Any]:

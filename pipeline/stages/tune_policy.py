@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from datamodules.streaming import record_to_document
 from drafters.errors import UserError
-from drafters.packing import Document
 from drafters.step_cost import StepCosts
-from pipeline.block_traces import trace_documents
 from pipeline.config import Config
 from pipeline.console import say, show_table
 from pipeline.measure_costs import measure_costs
-from pipeline.models import load_drafter_for
 from pipeline.policy_walk import WalkResult, walk
 from pipeline.simulation.costs import TableCosts
 from pipeline.simulation.methods import every_method
-from pipeline.simulation.report import tuned
+from pipeline.simulation.report import plain_wins, recommended, tuned
 from pipeline.simulation.requests import Requests
 from pipeline.simulation.runs import Row
 from pipeline.stages.context import open_stage
-from pipeline.stages.evaluate import heldout_documents, spread
-from serving_bridge.records import VerificationRecord
-from serving_bridge.transports import LogPlace, open_reader
+from pipeline.stages.served_texts import replayed, texts_and_drafter
+from serving_bridge.transports import LogPlace
 
 MEASURED_ROUNDS = 60
-_READ = 256
 
 
 def tune_policy(
@@ -49,23 +43,14 @@ def tune_policy(
             not tell what sampling would have accepted.
         loads: numbers of requests running together.
         costs: a `costs.json` in place of measuring on this machine.
-        max_documents: of more texts so many are taken, evenly spread.
+        max_documents: of more texts so many are taken; see `texts_and_drafter`.
 
     Raises:
         UserError: without texts, or when the costs cannot be read.
     """
     with open_stage(config, "tune_policy") as stage:
         stage.result.add_input(drafter)
-        target = stage.bundle.target
-        found = (
-            heldout_documents(stage)
-            if records is None
-            else list(served_documents(records, target.identity.target_id, config.data.max_length))
-        )
-        documents = spread([d for d in found if d.anchor_positions()], max_documents)
-        if not documents:
-            raise UserError(f"--records {records}: no greedy text of this target")
-        loaded = load_drafter_for(drafter, stage.bundle, dtype=target.dtype)
+        documents, loaded = texts_and_drafter(stage, drafter, records, max_documents)
         if costs is None:
             with stage.result.section("measure_costs"):
                 table = measure_costs(
@@ -82,8 +67,7 @@ def tune_policy(
         saved = stage.output / "costs.json"
         saved.write_text(json.dumps(table.to_json()) + "\n")
         stage.result.add_output(saved)
-        with stage.result.section("replay"):
-            traces = list(trace_documents(loaded, target, documents))
+        traces = replayed(stage, loaded, documents)
         say(f"{len(traces)} texts, {sum(len(t.row_of) for t in traces)} blocks")
         requests, known = Requests.of(traces, loaded.drafter.block_size), TableCosts(table)
         tried = every_method(
@@ -98,26 +82,10 @@ def tune_policy(
             reported = report(load, results)
             stage.result.metrics[f"load_{load}"] = reported
             rows += [{"concurrency": load} | row for row in reported["candidates"]]
-        stage.result.metrics["tuned"] = tuned(rows)
-        for key, values in stage.result.metrics["tuned"].items():
-            say(f"best by load: policy.{key}={values}")
+        stage.result.metrics |= {"tuned": tuned(rows), "plain_wins": plain_wins(rows)}
+        for line in recommended(rows):
+            say(line)
         return stage.output
-
-
-def greedy_records(log: LogPlace) -> Iterator[VerificationRecord]:
-    """Greedy records of the log; nothing is committed, so no reader is registered and none is held up."""
-    reader = open_reader(log, "tune-policy", quarantine=False)
-    while deliveries := reader.read(_READ):
-        for delivery in deliveries:
-            if delivery.record.sampling.temperature == 0:
-                yield delivery.record
-
-
-def served_documents(log: LogPlace, target_id: str, max_length: int) -> Iterator[Document]:
-    """Greedy texts of the log that this target wrote."""
-    for record in greedy_records(log):
-        if record.target_id == target_id:
-            yield record_to_document(record).truncated(max_length)
 
 
 def read_costs(path: Path) -> StepCosts:

@@ -95,6 +95,30 @@ def test_a_cell_that_was_not_seen_for_millions_of_rounds_still_counts() -> None:
     assert costs.draft_s(2) == pytest.approx(0.7)
 
 
+def test_drafting_that_is_rarely_seen_is_not_held_for_as_dear_as_it_was() -> None:
+    costs = StepCosts()
+
+    def rounds(count: int, draft: float | None) -> None:
+        for _ in range(count):
+            costs.observe_verify(4, 1, 20.0)
+            if draft is not None:
+                costs.observe_draft(1, draft)
+
+    rounds(60, 45.0)
+    again = costs.copy()
+    again.observe_verify(4, 1, 20.0)
+    again.observe_draft(1, 20.0)
+    assert 44.0 < again.draft_s(1) < 45.0, "a copy is as if just observed"
+    for _ in range(5):
+        rounds(200, None)
+        rounds(1, 20.0)
+    assert costs.draft_s(1) < 25.0
+    # and a hiccup then is none the less one
+    rounds(200, None)
+    rounds(1, 5000.0)
+    assert costs.draft_s(1) < 75.0
+
+
 def test_a_first_round_that_compiles_is_forgotten() -> None:
     costs = StepCosts()
     costs.observe_verify(4, 1, 900.0)

@@ -28,7 +28,11 @@ from pipeline.measure_costs import measure_costs
 from pipeline.policy_walk import walk
 from pipeline.simulation.methods import Method, every_method
 from pipeline.simulation.requests import Requests
-from pipeline.stages.tune_policy import read_costs, served_documents
+from pipeline.simulation.runs import rate_interval
+from pipeline.simulation.serving import serve
+from pipeline.simulation.traffic import Traffic
+from pipeline.stages.served_texts import sample, served_documents
+from pipeline.stages.tune_policy import read_costs
 from serving_bridge.spool import SpoolWriter
 from tests.drafters.policy_samples import linear_costs, random_acceptance_head
 from tests.pipeline.cost_samples import LinearCosts
@@ -166,6 +170,28 @@ def test_texts_come_from_greedy_records_of_this_target_only(tmp_path: Path) -> N
     assert [d.document_id for d in found] == [good.request_id, "last"]
     assert found[0].prompt_and_output() == (good.prompt_ids, good.output_ids)
     assert sorted(p.name for p in tmp_path.rglob("*")) == before, "no reader is left registered"
+
+
+def test_a_sample_is_even_and_keeps_its_order() -> None:
+    assert sample(iter(range(5)), 5, 0) == sample(iter(range(5)), 9, 3) == list(range(5))
+    drawn = [sample(iter(range(20)), 5, seed) for seed in range(2000)]
+    assert all(found == sorted(set(found)) and len(found) == 5 for found in drawn)
+    assert drawn[7] == sample(range(20), 5, 7)
+    # each of 20 is in a quarter of the samples: σ = 0.0097
+    shares = np.bincount(np.concatenate(drawn), minlength=20) / 2000
+    assert abs(shares - 0.25).max() < 0.045
+
+
+def test_a_walk_measures_full_rounds_of_all_texts(requests: Requests) -> None:
+    """From the first `load` answers on, not from an empty engine: `throughput` has calibrated by then."""
+    costs = LinearCosts(fixed=1.0, row=0.1, draft=0.5)
+    result = walk(find("fixed", "length 2"), requests, costs, 3)
+
+    def rate(warm_up: int) -> float:
+        outcome = serve(requests, FixedPolicy(2), costs, Traffic(3), warm_up=warm_up, finish=requests.count)
+        return rate_interval(requests, outcome).point
+
+    assert result.tokens_per_s.point == rate(3) != rate(0)
 
 
 def test_costs_are_measured_as_far_as_prompts_leave_room(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -88,9 +89,10 @@ def test_experts_and_linear_attention(model: str) -> None:
     one = costs.verify_components(VerifyWork(1, 1, 1, 1000, 1001))
     many = costs.verify_components(VerifyWork(1, 4096, 1, 1000, 4096 * 1000))
     size, arch = costs.models.target_size, costs.models.target
-    assert many[0].moved > 2 * size.matrices > 2 * (size.matrices - size.idle_matrices) * 0.99
+    assert many[0].moved > 2 * size.matrices
     if arch.experts is not None:
         assert one[0].moved == pytest.approx(2 * (size.matrices - size.idle_matrices), rel=0.01)
+        assert one[0].moved < 0.3 * many[0].moved
     else:
         full = sum(arch.full_attention)
         assert 0 < full < arch.layers
@@ -150,11 +152,27 @@ def test_the_shape_of_adaflash_table_1(
         assert row["verify_len"] < 0.6 * 16, policy
 
 
+@cache
+def texts_of(tau: float) -> Requests:
+    return Requests.of(draw_with(tau, Process(texts=24, tokens=160, prompt=200), seed=3), 16)
+
+
+@pytest.mark.parametrize("load", [1, 32, 128, 512])
+@pytest.mark.parametrize("tau", [1.2, 2.5, 4.0, 7.0])
+def test_the_joint_choice_is_nearly_the_best_everywhere(tau: float, load: int) -> None:
+    """Probes included, against plain decoding and all fixed lengths, whichever of them is the best here."""
+    requests = texts_of(tau)
+    methods = read_methods("fixed,throughput", requests, config("Qwen/Qwen3-8B").policy)
+    rows = list(run_methods(requests, methods, roofline(), Traffic(1), [load]))
+    (joint,) = [r["speedup"] for r in rows if r["policy"] == "throughput"]
+    assert joint >= 0.98 * max(r["speedup"] for r in rows if r["policy"] != "throughput")
+
+
 def test_plain_decoding_is_what_is_left_of_a_bad_drafter() -> None:
     """Drafts that are hardly ever right, in a crowd: `throughput` hardly drafts, and loses no more than its probes."""
     requests = Requests.of(draw(Process(texts=30, tokens=128, ease=-3.0), seed=1), 16)
     methods = read_methods("fixed:16,throughput", requests, config("Qwen/Qwen3-8B").policy)
     rows = {r["policy"]: r for r in run_methods(requests, methods, roofline(), Traffic(1), [256])}
     assert rows["fixed"]["speedup"] < 0.3
-    assert rows["throughput"]["drafted_share"] < 0.1
-    assert rows["throughput"]["speedup"] > 0.85
+    assert rows["throughput"]["drafted_share"] < 0.02
+    assert rows["throughput"]["speedup"] > 0.98

@@ -14,11 +14,12 @@ from benchmarks.synthetic_traces import Process, draw
 from drafters.step_cost import StepCosts
 from pipeline.cli import main
 from pipeline.config import PolicyConfig
+from pipeline.simulation.report import plain_wins, recommended
 from pipeline.simulation.trace_file import TraceSet, save_traces
 from serving_bridge.spool import SpoolWriter
 from tests.drafters.policy_samples import linear_costs
 from tests.pipeline.tiny_run import write_config
-from tests.serving_bridge.record_samples import make_record
+from tests.serving_bridge.record_samples import make_record, make_round
 
 QWEN = ["--model", "Qwen/Qwen3-8B", "--device", "h200"]
 
@@ -59,8 +60,9 @@ def test_traces_and_a_roofline_make_a_table(place: Path, simulate: Callable[...,
     assert code == 0, printed
     found = metrics(place)
     rows = found["rows"]
-    # three kinds of traffic, two concurrencies, plain + 4 fixed + 8 γ + 8 thresholds + throughput
-    assert len(rows) == 3 * 2 * 22
+    # three kinds of traffic, two concurrencies, plain + 5 fixed + 8 γ + 8 thresholds + throughput
+    assert len(rows) == 3 * 2 * 23
+    assert {r["setting"] for r in rows if r["policy"] == "fixed"} == {f"length {n}" for n in (2, 3, 4, 6, 8)}
     assert {row["domain"] for row in rows} == {"all domains", "chat", "math"}
     for row in rows:
         if row["policy"] == "plain":
@@ -120,6 +122,42 @@ def test_the_same_seed_gives_the_same_figures(place: Path, simulate: Callable[..
     assert 0.003 < row["first_token_s"]["p50"] < row["latency_s"]["p50"]
 
 
+def test_where_requests_come_at_their_own_rate_nothing_is_best(
+    place: Path, simulate: Callable[..., tuple[int, str]]
+) -> None:
+    words = ["--policies", "fixed,adaflash,throughput", "--concurrency", "2,4", "--rate", "20"]
+    code, printed = simulate("--traces", "t.safetensors", *QWEN, *words)
+    assert code == 0 and "compare latencies" in printed and "best by load" not in printed
+    found = metrics(place)
+    assert found["tuned"] == found["plain_wins"] == {}
+    assert all(row["speedup"] is None for row in found["rows"])
+    table = (place / "out/simulate/table.md").read_text()
+    assert "speedup |" not in table.split("## All settings")[0] and "compare latencies" in table
+    for wording in ("plain decoding", "fixed, longest", "adaflash, γ = 1", "throughput"):
+        assert f"| {wording} | 2 |" in table
+    assert "fixed, best" not in table and "best γ" not in table
+    assert (place / "out/simulate/speedup.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_loads_at_which_no_setting_is_worth_it_are_named() -> None:
+    rates = {
+        ("plain", ""): (10.0, 20.0, 30.0),
+        ("adaflash", "gamma 1"): (15.0, 25.0, 20.0),
+        ("adaflash", "gamma 2"): (18.0, 19.0, 10.0),
+        ("survival", "threshold 0.5"): (11.0, 21.0, 31.0),
+    }
+    rows = [
+        {"policy": policy, "setting": setting, "concurrency": load, "tokens_per_s": rate}
+        for (policy, setting), values in rates.items()
+        for load, rate in zip((1, 8, 64), values, strict=True)
+    ]
+    assert plain_wins(rows) == {"adaflash": [64], "survival": []}
+    assert list(recommended(rows)) == [
+        "best by load: policy.gamma_by_load={1: 2.0, 8: 1.0, 64: 1.0}; but plain decoding is faster at 64 requests",
+        "best by load: policy.threshold_by_load={1: 0.5, 8: 0.5, 64: 0.5}",
+    ]
+
+
 def test_a_measured_table_is_used_and_its_end_is_said(
     place: Path, simulate: Callable[..., tuple[int, str]]
 ) -> None:
@@ -145,11 +183,17 @@ def test_a_log_is_simulated_as_it_is(place: Path, simulate: Callable[..., tuple[
     writer = SpoolWriter(place / "spool")
     for name in ("a", "b"):
         writer.write(make_record(name))
+    # from before there was a drafter: no rounds, and another block size by default
+    writer.write(make_record("bare", rounds=[], target_id="another@r0#0"))
+    # two tokens of this one were decoded plainly
+    writer.write(make_record("gap", rounds=[make_round(3, 1), make_round(7, 1)]))
     writer.write(make_record("c", sampling=type(make_record().sampling)(temperature=1.0, top_p=1.0, top_k=0)))
     writer.close()
     words = ["--records", "spool", "--as-logged", *QWEN, "--concurrency", "1"]
     code, printed = simulate(*words)
     assert code == 0 and "blocks that serving did not draft are estimated" in printed
+    assert "of 18 tokens, outside any round, left out" in printed
+    assert metrics(place)["traces"]["responses"] == 3
     assert {r["policy"] for r in metrics(place)["rows"]} == {"plain", "fixed"}
     # its traces can be simulated again
     again = simulate("--traces", "out/simulate/traces.safetensors", *QWEN, "--concurrency", "1")

@@ -25,7 +25,7 @@ from pipeline.simulation.serving import Outcome, SimulatedRound, serve
 from pipeline.simulation.traffic import Arrivals, Traffic
 from tests.drafters.policy_samples import random_acceptance_head
 from tests.pipeline.cost_samples import LinearCosts
-from tests.serving_bridge.tiny_serving import BLOCK_SIZE, make_scene
+from tests.serving_bridge.tiny_serving import BLOCK_SIZE, Scene, make_scene
 
 B = 4
 
@@ -245,17 +245,18 @@ def test_the_seed_decides_order_and_arrivals() -> None:
 
 
 class Listening:
-    """Drafts in two rounds of three, and keeps what it is told."""
+    """Drafts in the rounds that a pattern of d's and p's says, and keeps what it is told."""
 
     name = "listening"
 
-    def __init__(self) -> None:
+    def __init__(self, pattern: str = "ddp") -> None:
+        self.pattern = pattern
         self.loads: list[int] = []
         self.told: list[RoundTiming] = []
 
     def wants_draft(self, load: Load) -> bool:
         self.loads.append(load.running)
-        return len(self.loads) % 3 != 0
+        return self.pattern[(len(self.loads) - 1) % len(self.pattern)] == "d"
 
     def verify_len(self, hidden_NBH: torch.Tensor, embeddings_NBH: torch.Tensor, load: Load) -> torch.Tensor:
         assert load.running == self.loads[-1]
@@ -277,12 +278,23 @@ def test_new_prompts_are_read_in_a_round_of_which_policies_are_not_told() -> Non
     # the first drafting pass reads what the prompts left, and the policy hears nothing of its cost
     assert costs.drafted[0].unread == 17 and costs.drafted[0].keys == 17
     assert policy.told[0].draft_s is None and policy.told[0].rows == 2 * B
-    assert policy.told[1].draft_s == 100.0 or policy.told[1].rows == 2
+    assert policy.told[1].draft_s == 100.0 and policy.told[1].rows == 2 * B
+    assert [t.committed for t in policy.told[:2]] == [2, 2]
     # b is over after two rounds and another prompt is read beside a's round; then there is no report
     with_prompt = [w for w in costs.verified if w.rows not in (2, 2 * B)]
     assert len(policy.told) == len(rounds) - len(with_prompt) and len(with_prompt) >= 2
     assert set(policy.loads) == {2}
     assert outcome.first_token_s[0] == 17.0 and min(outcome.latency_s) > 17.0
+
+
+def test_the_first_token_waits_for_a_place() -> None:
+    """Answers of one token each, one at a time, asked faster than answered: all but the round itself is waiting."""
+    requests = Requests.of([text(f"t{i}", 3, [0], [0.5], [0.5]) for i in range(4)], B)
+    costs = LinearCosts(fixed=2.0, row=0.0, draft=1.0)
+    outcome = serve(requests, FixedPolicy(), costs, Traffic(1, rate=1.0), warm_up=0, finish=12)
+    waited = np.asarray(outcome.first_token_s)
+    assert waited == pytest.approx(np.asarray(outcome.latency_s) - 3.0)
+    assert waited[0] == 0.0 and waited.max() > 3.0
 
 
 def test_drafting_after_a_plain_round_catches_up() -> None:
@@ -303,6 +315,49 @@ def random_length_head(hidden_size: int) -> LengthHead:
     with torch.no_grad():
         head.out.weight.mul_(8.0)
     return head
+
+
+def decoded(
+    scene: Scene, serving: ServingDrafter, order: list[int], rounds: int
+) -> list[list[tuple[int, int, int]]]:
+    """(text, verify_len, committed) of each request in rounds of two by `decode_round`."""
+    waiting, running, found = iter(order), list[tuple[int, DecodingSession]](), []
+    for _ in range(rounds):
+        while len(running) < 2:
+            index = next(waiting)
+            prompt, output = scene.documents[index].prompt_and_output()
+            session = DecodingSession(
+                scene.target, prompt, sampling=SamplingParams(), max_new_tokens=len(output)
+            )
+            running.append((index, session))
+        begun = [(index, session) for index, session in running if session.begun]
+        assert not decode_round([session for _, session in running], serving)
+        found.append([(i, s.rounds[-1].verify_len, s.rounds[-1].committed) for i, s in begun])
+        running = [(index, session) for index, session in running if not session.finished]
+    return found
+
+
+@pytest.mark.parametrize("pattern", ["ddp", "ddppppppp", "d"])
+def test_a_policy_is_asked_and_told_the_same_by_both_engines(tmp_path: Path, pattern: str) -> None:
+    """Loads, requests, rows and tokens, and whether drafting was as dear as it mostly is, after gaps short and long."""
+    scene = make_scene(tmp_path, "llama")
+    loaded = load_drafter(scene.first, dtype=scene.target.dtype)
+    requests = Requests.of(list(trace_documents(loaded, scene.target, scene.documents)), BLOCK_SIZE)
+    traffic = Traffic(2, prompts=True, seed=4)
+    order = [request for request, _ in Arrivals(traffic, requests.count).take(0.0, 40)]
+    simulated, real = Listening(pattern), Listening(pattern)
+    _, rounds = watched(
+        requests, simulated, LinearCosts(1.0, 0.1, 0.1), traffic, warm_up=0, finish=2 * requests.count
+    )
+    decoded(scene, ServingDrafter(loaded.drafter, real, "v1"), order, len(rounds))
+
+    def told(policy: Listening) -> list[tuple[int, int, bool, int | None]]:
+        return [(t.requests, t.rows, t.draft_s is None, t.committed) for t in policy.told]
+
+    assert simulated.loads == real.loads
+    assert told(simulated) == told(real)
+    assert {t.draft_s is None for t in real.told} == {True, False}
+    assert len(real.told) > 10
 
 
 def test_a_simulated_engine_decodes_what_the_real_one_does(tmp_path: Path) -> None:
@@ -342,26 +397,14 @@ def test_a_simulated_engine_decodes_what_the_real_one_does(tmp_path: Path) -> No
             finish=finish,
             watch=rounds.append,
         )
-        waiting, running = iter(order), []
-        serving = ServingDrafter(loaded.drafter, real, "v1")
-        for number, simulated_round in enumerate(rounds):
-            while len(running) < 2:
-                index = next(waiting)
-                prompt, output = scene.documents[index].prompt_and_output()
-                session = DecodingSession(
-                    scene.target, prompt, sampling=SamplingParams(), max_new_tokens=len(output)
-                )
-                running.append((index, session))
-            begun = [(index, session) for index, session in running if session.begun]
-            assert not decode_round([session for _, session in running], serving)
-            expected = [(i, s.rounds[-1].verify_len, s.rounds[-1].committed) for i, s in begun]
+        expected = decoded(scene, ServingDrafter(loaded.drafter, real, "v1"), order, len(rounds))
+        for number, (simulated_round, real_round) in enumerate(zip(rounds, expected, strict=True)):
             found = zip(
                 simulated_round.requests_R.tolist(),
                 simulated_round.lengths_R.tolist(),
                 simulated_round.committed_R.tolist(),
                 strict=True,
             )
-            assert list(found) == expected, (real.name, number)
-            running = [(index, session) for index, session in running if not session.finished]
+            assert list(found) == real_round, (real.name, number)
         lengths = {n for r in rounds for n in r.lengths_R.tolist()}
         assert len(lengths) > 1, "a policy whose lengths never differ proves nothing"

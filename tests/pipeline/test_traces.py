@@ -195,7 +195,9 @@ def test_blocks_that_were_not_drafted_are_given_what_is_left_of_the_one_around_t
     short = trace_of_record(record([(3, 2, 3), (5, 2, 0), (6, 2, 3)], output))
     assert short.spans == [(3, 10)]
     assert [short.accepted_A[short.row_of[p]] for p in range(3, 10)] == [3, 2, 0, 3, 2, 1, 0]
-    # a stretch decoded plainly parts the text
+    # over a stretch decoded plainly the text goes on, as one request
     parted = trace_of_record(record([(3, 4, 1), (9, 4, 3)], output))
-    assert parted.spans == [(3, 5), (9, 12)]
+    assert parted.spans == [(3, 8)]
+    assert [parted.accepted_A[parted.row_of[p]] for p in range(3, 8)] == [1, 0, 3, 2, 1]
+    assert Requests.of([parted], 4).count == 1
     assert trace_of_record(make_record(rounds=[])).spans == []
