@@ -97,9 +97,7 @@ def tau_drift(
     tau_of = {domain: sums.committed / sums.rounds for domain, sums in baseline.items() if sums.rounds}
     unknown = sorted({r.domain for r in results if r.rounds and r.domain not in tau_of})
     keys = [str(n) for n in range(len(results))] if conversations is None else conversations
-    pairs = [
-        (r, key) for r, key in zip(results, keys, strict=True) if r.rounds and r.domain in tau_of
-    ]
+    pairs = [(r, key) for r, key in zip(results, keys, strict=True) if r.rounds and r.domain in tau_of]
     counted = [r for r, _ in pairs]
     if not counted:
         return None

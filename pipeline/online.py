@@ -244,7 +244,9 @@ class OnlinePublisher:
         if now is None or judged is None or now.version in (judged.version, version):
             return False
         self._follow()
-        reason = f"the champion became version {now.version} meanwhile; judged against version {judged.version}"
+        reason = (
+            f"the champion became version {now.version} meanwhile; judged against version {judged.version}"
+        )
         outcome = RoundOutcome(round_index, version, "superseded", reason)
         self._settle(outcome, verdict, canary, counts)
         return True

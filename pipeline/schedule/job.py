@@ -111,7 +111,9 @@ def raise_alarm(path: Path, config: AlarmsConfig, run: str, last: LastRun) -> No
     board = AlarmBoard.load(path)
     about = {"run": run, "exit_code": last.code}
     failing = last.failed or last.locked_in_a_row >= config.locked_after
-    values: dict[str, float | None] = {"failing_runs": 1.0 if failing else None if last.locked_in_a_row else 0.0}
+    values: dict[str, float | None] = {
+        "failing_runs": 1.0 if failing else None if last.locked_in_a_row else 0.0
+    }
     for event in board.observe(rules_for(config), values, about):
         say(f"ALARM {event['text']} ({describe_code(last.code)})")
     if not board.undelivered:

@@ -124,7 +124,9 @@ def look_after(scheduler: Any, settings: ScheduleConfig) -> None:
         if job is None:
             raise ScheduleBroken("retrain schedule: the job is gone from the store; start the schedule again")
         if _too_late(job.next_run_time, settings):
-            say(f"the next start {job.next_run_time} is later than the rhythm allows: was the clock set back?")
+            say(
+                f"the next start {job.next_run_time} is later than the rhythm allows: was the clock set back?"
+            )
             job.reschedule(trigger_for(settings))
             say(f"next start {next_start(scheduler)}")
     except (SQLAlchemyError, OSError) as error:

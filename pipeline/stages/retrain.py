@@ -161,9 +161,7 @@ def observe(
         lineage = registry.lineage(champion.version) or Lineage()
     except UserError as error:
         # drift is information: what hides it must not end retraining
-        return Observation(
-            found.training, interrupted, unmeasured={"tau": str(error), "shift": str(error)}
-        )
+        return Observation(found.training, interrupted, unmeasured={"tau": str(error), "shift": str(error)})
     try:
         tau = _tau_drift(stage, registry, champion, lineage, found, unmeasured)
     except UserError as error:

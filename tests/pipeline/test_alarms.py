@@ -129,7 +129,9 @@ def test_the_same_records_are_not_counted_twice_and_a_new_champion_begins_anew(t
 
 
 def test_event_that_is_refused_for_good_makes_way_for_the_next(tmp_path: Path) -> None:
-    board = AlarmBoard(tmp_path / "alarms.json", undelivered=[{"n": 1, "text": "one"}, {"n": 2, "text": "two"}])
+    board = AlarmBoard(
+        tmp_path / "alarms.json", undelivered=[{"n": 1, "text": "one"}, {"n": 2, "text": "two"}]
+    )
     with receiving([404]) as receiver:
         for _ in range(KEPT_REFUSALS):
             board = AlarmBoard.load(board.path) if board.path.exists() else board

@@ -174,6 +174,8 @@ def test_chi_square_quantile_against_tables(freedom: int, expected: float) -> No
 
 
 CONFIG = RetrainConfig(enough_records=100, drift=DriftConfig(max_tau_drop=0.05, max_population_shift=0.2))
+
+
 def drop(by: float, low: float, high: float = 0.9) -> TauDrift:
     return TauDrift(40, 30, 2.5 * (1 - by), 2.5, by, low, high)
 

@@ -366,7 +366,9 @@ def test_a_stop_does_not_matter_where_no_canary_watches(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("when", ["at the gate", "in the canary"])
-def test_a_promotion_by_hand_meanwhile_stands(scene: Scene, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_promotion_by_hand_meanwhile_stands(
+    scene: Scene, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settle(scene.publisher(), 1.75)
     settle(scene.publisher(), 2.0, round_index=1, seed=2)
     assert scene.champion() == 3

@@ -157,7 +157,11 @@ def test_comparison_names_configuration_data_and_metrics(store: tuple[str, Path]
     found = json.loads(call("diff", uri, "1", "2", "--json"))
     assert found["config"] == [
         {"name": "online.trigger", "first": 128, "second": 256},
-        {"name": "schedule.store", "first": "postgresql://me:***@db/jobs", "second": "postgresql://me:***@other/jobs"},
+        {
+            "name": "schedule.store",
+            "first": "postgresql://me:***@db/jobs",
+            "second": "postgresql://me:***@other/jobs",
+        },
     ]
     assert found["data"] == [{"name": "c|ode", "first": 5, "second": 6}]
     assert {d["name"]: (d["first"], d["second"]) for d in found["metrics"]} == {

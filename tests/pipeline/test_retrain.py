@@ -306,7 +306,9 @@ def test_damaged_checkpoint_is_named_and_damaged_alarms_are_set_aside(
     assert stop.value.code == 2 and "last.ckpt" in capsys.readouterr().err
 
 
-def test_damaged_lineage_hides_drift_and_ends_no_retraining(run: Path, verdict: Callable[[bool], None]) -> None:
+def test_damaged_lineage_hides_drift_and_ends_no_retraining(
+    run: Path, verdict: Callable[[bool], None]
+) -> None:
     champion_of_traffic(verdict)
     for path in Path("out/artifacts").rglob("lineage.json"):
         path.write_text("{")
@@ -318,7 +320,9 @@ def test_damaged_lineage_hides_drift_and_ends_no_retraining(run: Path, verdict: 
         assert checks[name]["fires"] is None and "lineage.json" in checks[name]["finding"]
 
 
-def test_untagged_traffic_and_offline_champions_give_no_shift(run: Path, verdict: Callable[[bool], None]) -> None:
+def test_untagged_traffic_and_offline_champions_give_no_shift(
+    run: Path, verdict: Callable[[bool], None]
+) -> None:
     registry().promote(1)  # of offline data
     add_traffic(60)
     idle = ["--set", "retrain.min_records=1000"]

@@ -379,7 +379,9 @@ def test_a_failed_write_to_the_store_ends_the_schedule_and_the_next_one_goes_on(
 
 
 @needs_apscheduler
-def test_runs_that_share_a_store_keep_apart(tmp_path: Path, clock: Clock, command: list[str], runs: Path) -> None:
+def test_runs_that_share_a_store_keep_apart(
+    tmp_path: Path, clock: Clock, command: list[str], runs: Path
+) -> None:
     store = f"sqlite:///{tmp_path / 'shared.db'}"
     other = Session(config_in(tmp_path / "other", cron="0 5 * * *", store=store), ["false"])
     mine = Session(config_in(tmp_path / "out", cron="30 3 * * *", store=store), command)

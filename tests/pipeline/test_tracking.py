@@ -59,7 +59,11 @@ def test_processes_may_initialise_a_fresh_store_at_once(tmp_path: Path) -> None:
 def test_run_logs_params_metrics_config_and_artifacts(
     tracking: Tracking, client: MlflowClient, tmp_path: Path
 ) -> None:
-    config = {"train": {"steps": 800, "domains": ["math", "code"]}, "name": "γ", "stores": ["sqlite:///a.db", "pg://me:secret@db/x"]}
+    config = {
+        "train": {"steps": 800, "domains": ["math", "code"]},
+        "name": "γ",
+        "stores": ["sqlite:///a.db", "pg://me:secret@db/x"],
+    }
     (tmp_path / "plots").mkdir()
     (tmp_path / "plots" / "tau.txt").write_text("1.5")
     with tracking.run("train", {"stage": "train"}) as run:
