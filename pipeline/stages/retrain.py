@@ -166,7 +166,7 @@ def observe(
         tau = _tau_drift(stage, registry, champion, lineage, found, unmeasured)
     except UserError as error:
         unmeasured["tau"] = str(error)
-    problem = _no_reference(champion, lineage, found)
+    problem = no_reference(champion, lineage, found)
     if problem is not None:
         unmeasured["shift"] = problem
     elif lineage.data is not None:
@@ -207,7 +207,7 @@ def _tau_drift(
     )
 
 
-def _no_reference(champion: RegisteredVersion, lineage: Lineage, found: Survey) -> str | None:
+def no_reference(champion: RegisteredVersion, lineage: Lineage, found: Survey) -> str | None:
     """Why the new records cannot be compared with what the champion learned from; None if they can."""
     data = lineage.data
     if data is None or not data.domains:

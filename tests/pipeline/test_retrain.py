@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections import Counter, deque
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -19,10 +20,13 @@ from pipeline.canary import CanaryVerdict
 from pipeline.cli import app, main
 from pipeline.config import load_config
 from pipeline.gate import Verdict
+from pipeline.lineage import DataWindow, Lineage
 from pipeline.lock import trainer_lock
 from pipeline.online import OnlineState
-from pipeline.registry import CANDIDATE, Registry
+from pipeline.registry import CANDIDATE, RegisteredVersion, Registry
 from pipeline.stages.context import registry_for
+from pipeline.stages.retrain import no_reference
+from pipeline.survey import Survey
 from pipeline.swaps import drafter_version_of
 from serving_bridge.records import VerificationRecord
 from serving_bridge.server import SwapError, SwapReport
@@ -307,11 +311,10 @@ def test_damaged_checkpoint_is_named_and_damaged_alarms_are_set_aside(
 
 
 def test_damaged_lineage_hides_drift_and_ends_no_retraining(
-    run: Path, verdict: Callable[[bool], None]
+    run: Path, verdict: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     champion_of_traffic(verdict)
-    for path in Path("out/artifacts").rglob("lineage.json"):
-        path.write_text("{")
+    monkeypatch.setattr(Registry, "artifact_text", lambda *_: "{")
     verdict(False)
     add_traffic(12)
     assert call() == 4
@@ -320,20 +323,28 @@ def test_damaged_lineage_hides_drift_and_ends_no_retraining(
         assert checks[name]["fires"] is None and "lineage.json" in checks[name]["finding"]
 
 
-def test_untagged_traffic_and_offline_champions_give_no_shift(
-    run: Path, verdict: Callable[[bool], None]
-) -> None:
-    registry().promote(1)  # of offline data
+def test_champion_of_offline_data_is_no_reference_for_a_shift(run: Path) -> None:
+    registry().promote(1)
     add_traffic(60)
-    idle = ["--set", "retrain.min_records=1000"]
-    assert call(*idle) == 3
-    assert "offline data" in summary()["metrics"]["checks"][2]["finding"]
-    champion_of_traffic(verdict)
-    add_traffic(60, domain="default", first=200)
-    assert call(*idle) == 3
+    assert call("--set", "retrain.min_records=1000") == 3
     check = summary()["metrics"]["checks"][2]
-    assert check["fires"] is None and "no domain in common" in check["finding"]
+    assert check["fires"] is None and "offline data" in check["finding"]
     assert summary()["metrics"]["population"] is None
+
+
+@pytest.mark.parametrize(
+    ("recent", "problem"),
+    [
+        ({"default": 60}, "no domain in common"),
+        ({}, "no new records"),
+        ({"default": 60, "math": 1}, None),
+    ],
+)
+def test_untagged_traffic_is_no_shift(recent: dict[str, int], problem: str | None) -> None:
+    champion = RegisteredVersion(3, (), {}, None, 0)
+    lineage = Lineage(data=DataWindow("online round 1", {"math": 20, "code": 30}, 1.0, 2.0))
+    found = no_reference(champion, lineage, Survey(deque(), domains=Counter(recent)))
+    assert found is None if problem is None else problem in str(found)
 
 
 class _Server:
@@ -400,8 +411,10 @@ def test_a_round_that_was_put_off_is_settled_before_the_next_begins(
     assert server.drafter_version == registry().get(champion()).tags["drafter_version"]
 
 
-def test_domains_of_clients_are_text_and_not_markup(run: Path) -> None:
-    add_traffic(8, domain="[/bold] law [red]")
+def test_domains_of_clients_are_text_and_not_markup(run: Path, verdict: Callable[[bool], None]) -> None:
+    champion_of_traffic(verdict)
+    add_traffic(1)
+    add_traffic(40, domain="[/bold] law [red]", first=100)
     result = CliRunner().invoke(app, [*WORDS, "--set", "retrain.min_records=1000"])
     assert result.exit_code == 3
     assert "[/bold] law [red]" in " ".join(result.output.split())

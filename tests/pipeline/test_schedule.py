@@ -384,8 +384,8 @@ def test_runs_that_share_a_store_keep_apart(
 ) -> None:
     store = f"sqlite:///{tmp_path / 'shared.db'}"
     other = Session(config_in(tmp_path / "other", cron="0 5 * * *", store=store), ["false"])
-    mine = Session(config_in(tmp_path / "out", cron="30 3 * * *", store=store), command)
-    assert (other.due[11:16], mine.due[11:16]) == ("05:00", "03:30")
+    mine = Session(config_in(tmp_path / "out", cron="30 4 * * *", store=store), command)
+    assert (other.due[11:16], mine.due[11:16]) == ("05:00", "04:30")
     clock.set("2026-01-02T05:00:00+00:00")
     mine.scheduler.resume()
     assert mine.next_event() == "ran"
