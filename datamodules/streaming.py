@@ -43,7 +43,7 @@ class StreamSpec:
         buffer_capacity: records kept for replay; the oldest leave first, offline ones last.
         buffer_share: share of a round's documents drawn from the buffer.
         max_age_rounds: buffered records older than this many rounds leave.
-        max_record_age_s: records this much older than the newest one read are stale and skipped; None keeps all.
+        max_record_age_s: records this much older than the newest one admitted are stale and skipped; None keeps all.
         poll_s: wait between looks at an empty log.
         idle_timeout_s: give up when nothing came for this long; None waits for ever.
     """
@@ -153,7 +153,8 @@ class StreamingDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> PackedLoader | list[Any]:
         """The round's batches; waits for enough records. Empty when told to stop or idle for too long."""
-        if not self.in_round and not self.collect():
+        ended = self.trainer is not None and self.trainer.should_stop
+        if ended or (not self.in_round and not self.collect()):
             if self.trainer is not None:
                 self.trainer.should_stop = True
             return []

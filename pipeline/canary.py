@@ -27,13 +27,17 @@ from serving_bridge.transport import Delivery, LogReader
 
 @dataclass(frozen=True)
 class CanaryVerdict:
-    """Whether the new version may stay, why, and the two acceptance lengths."""
+    """Whether the new version may stay, why, and the two acceptance lengths.
+
+    `stopped`: there is no verdict, the watch was told to stop first.
+    """
 
     passed: bool
     reason: str
     live: float | None = None
     baseline: float | None = None
     records: int = 0
+    stopped: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ def watch(
         baseline: checkpoint of the old champion.
         bundle: the target.
         config: how large a drop, how sure, how many records, how long to wait.
-        should_stop: polled while waiting; a challenger that is unproven when told to stop does not pass.
+        should_stop: polled while waiting; a challenger that is unproven when told to stop does not pass, and `stopped` says so.
     """
     deadline = time.monotonic() + config.timeout_s
     drafter = load_drafter_for(baseline, bundle, dtype=bundle.target.dtype).drafter
@@ -95,6 +99,7 @@ def watch(
                 False,
                 f"told to stop after {len(scores)} of {config.min_records} records; the challenger is unproven",
                 records=len(scores),
+                stopped=True,
             )
         if time.monotonic() > deadline:
             if len(scores) >= config.min_records:

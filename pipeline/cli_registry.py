@@ -13,6 +13,8 @@ from pipeline.invocation import command
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from pipeline.registry import RegisteredVersion
+
 registry_app = typer.Typer(
     no_args_is_help=True, help="List, compare, promote and roll back registered drafters."
 )
@@ -159,7 +161,7 @@ def diff(
 def promote(
     source: SourceArgument, version: VersionArgument, reason: ReasonOption, model: ModelOption = None
 ) -> None:
-    """Make a version champion, without a gate.
+    """Make a version champion, without a gate; a warning says if the gate refused it or never saw it.
 
     The old champion becomes previous-champion. Servers follow with `deploy swap`, or with the next `retrain run-once` that
     is given them; `deploy register` and online rounds promote by themselves what the gate accepts.
@@ -170,8 +172,11 @@ def promote(
 
     with open_registry(source, model) as registry:
         found = registry.resolve(version)
+        warning = _promotion_warning(found)
         registry.promote(found.version, reason=f"by hand: {reason}")
         previous = registry.previous_champion()
+    if warning:
+        typer.echo(f"warning: version {found.version} {warning}", err=True)
     typer.echo(f"version {found.version} is champion" + _and_previous(previous))
 
 
@@ -190,6 +195,13 @@ def rollback(source: SourceArgument, reason: ReasonOption, model: ModelOption = 
         restored = registry.rollback(reason, version=None if bad is None else bad.version)
     assert bad is not None
     typer.echo(f"version {restored} is champion again, version {bad.version} was rolled back")
+
+
+def _promotion_warning(found: RegisteredVersion) -> str:
+    outcome = found.tags.get("gate_outcome")
+    if outcome is None:
+        return "was never judged by the gate"
+    return f"was refused: {found.tags.get('gate_reason', 'no reason kept')}" if outcome == "refused" else ""
 
 
 def _and_previous(previous: Any) -> str:

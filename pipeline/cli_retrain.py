@@ -90,7 +90,8 @@ def schedule(
 
     schedule.cron or schedule.every_minutes says when. Each run is a process of its own: its memory is given back, and a crash
     does not end the schedule. Runs never overlap. Starts missed while the scheduler was down are made up for by one, within
-    schedule.misfire_grace_s. SIGTERM waits for the run under way.
+    schedule.misfire_grace_s. SIGTERM waits for the run under way. Exits with 1 when it can start nothing more, so
+    that a supervisor starts it again.
 
     Needs the extra: pip install 'draftsmith[schedule]'. Writes OUTPUT/schedule, which is private: its job store holds pickled
     jobs.
@@ -108,11 +109,15 @@ def schedule(
         for moment in next_times(settings, 5, datetime.now(UTC)):
             typer.echo(moment.strftime("%a %Y-%m-%d %H:%M:%S %z"))
         return
+    from pipeline.schedule.service import ScheduleBroken, stop_on_signals
     from pipeline.schedule.service import serve as serve_schedule
-    from pipeline.schedule.service import stop_on_signals
 
-    with _locked_as(5), stop_on_signals() as stop:
-        serve_schedule(call.config, _run_once_command(call, log, serve or []), stop)
+    try:
+        with _locked_as(5), stop_on_signals() as stop:
+            serve_schedule(call.config, _run_once_command(call, log, serve or []), stop)
+    except ScheduleBroken as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 @contextmanager

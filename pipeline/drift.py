@@ -8,12 +8,13 @@ today's mixture.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
 from pipeline.bootstrap import bootstrap_ratio
-from pipeline.config import RetrainConfig
+from pipeline.config import AlarmsConfig, RetrainConfig, ThresholdConfig
 from pipeline.lineage import DomainReplay, DomainSums
 
 CHANCE = 0.01
@@ -22,16 +23,18 @@ CHANCE = 0.01
 
 @dataclass(frozen=True)
 class TauDrift:
-    """τ now and as expected from the baseline; `drop` is relative, `drop_low` its one-sided lower bound.
+    """τ now and as expected from the baseline; `drop` is relative, `drop_low` and `drop_high` its one-sided bounds.
 
-    The baseline's own error is not in the bound.
+    The baseline's own error is not in the bounds.
     """
 
     documents: int
+    conversations: int
     now: float
     expected: float
     drop: float
     drop_low: float
+    drop_high: float
     without_baseline: list[str] = field(default_factory=list)
 
 
@@ -82,28 +85,37 @@ def tau_drift(
     *,
     confidence: float,
     seed: int = 0,
+    conversations: Sequence[str] | None = None,
 ) -> TauDrift | None:
     """τ of replayed recent documents against the baseline of their domains.
 
     A document with c committed tokens of domain d would have taken c/τ_d rounds at the baseline, so that
     τ_expected = Σc ÷ Σ(c/τ_d) and drop = 1 - τ_now/τ_expected = 1 - Σ(c/τ_d) ÷ Σ rounds. Documents without a round, or of a
-    domain without a baseline, are left out; None if nothing remains.
+    domain without a baseline, are left out; None if nothing remains. `conversations` names that of each result: bounds
+    come from resampling whole conversations, whose turns are alike; None takes each document for one.
     """
     tau_of = {domain: sums.committed / sums.rounds for domain, sums in baseline.items() if sums.rounds}
     unknown = sorted({r.domain for r in results if r.rounds and r.domain not in tau_of})
-    counted = [r for r in results if r.rounds and r.domain in tau_of]
+    keys = [str(n) for n in range(len(results))] if conversations is None else conversations
+    pairs = [(r, key) for r, key in zip(results, keys, strict=True) if r.rounds and r.domain in tau_of]
+    counted = [r for r, _ in pairs]
     if not counted:
         return None
-    expected_rounds = [r.committed / tau_of[r.domain] for r in counted]
-    rounds = [r.rounds for r in counted]
-    ratio = bootstrap_ratio(expected_rounds, rounds, confidence=confidence, seed=seed)
+    expected: defaultdict[str, float] = defaultdict(float)
+    rounds: defaultdict[str, int] = defaultdict(int)
+    for result, key in pairs:
+        expected[key] += result.committed / tau_of[result.domain]
+        rounds[key] += result.rounds
+    ratio = bootstrap_ratio(list(expected.values()), list(rounds.values()), confidence=confidence, seed=seed)
     committed = sum(r.committed for r in counted)
     return TauDrift(
         documents=len(counted),
-        now=committed / sum(rounds),
-        expected=committed / math.fsum(expected_rounds),
+        conversations=len(rounds),
+        now=committed / sum(rounds.values()),
+        expected=committed / math.fsum(expected.values()),
         drop=1 - ratio.point,
         drop_low=1 - ratio.high,
+        drop_high=1 - ratio.low,
         without_baseline=unknown,
     )
 
@@ -161,14 +173,44 @@ def decide(config: RetrainConfig, least: int, seen: Observation) -> Decision:
     return Decision(True, "; ".join(firing), checks)
 
 
+def alarm_values(config: AlarmsConfig, seen: Observation) -> dict[str, float | None]:
+    """What alarms are told: a figure that proves neither a drift nor a recovery is None, which says nothing.
+
+    A drop speaks for the alarm when its lower bound is above 0, and against it when its upper bound is below `raise_at`; an
+    index speaks for it above chance, and against it when chance alone would not reach `raise_at`.
+    """
+    tau, shift = seen.tau, seen.shift
+    return {
+        "tau_drop": None
+        if tau is None
+        else _certain(config.tau_drop, tau.drop, tau.drop_low > 0, tau.drop_high < config.tau_drop.raise_at),
+        "population_shift": None
+        if shift is None
+        else _certain(
+            config.population_shift,
+            shift.index,
+            shift.index > shift.chance,
+            shift.chance < config.population_shift.raise_at,
+        ),
+    }
+
+
+def _certain(limits: ThresholdConfig, value: float, drifts: bool, is_well: bool) -> float | None:
+    if value >= limits.raise_at:
+        return value if drifts else None
+    if value <= limits.clear_at:
+        return value if is_well else None
+    return value
+
+
 def _check_tau(config: RetrainConfig, seen: Observation) -> Check:
     tau, limit = seen.tau, config.drift.max_tau_drop
     if tau is None:
         return Check("acceptance", None, seen.unmeasured.get("tau", "not measured"))
     fires = tau.drop >= limit and tau.drop_low > 0
     finding = (
-        f"τ {tau.now:.3f} on {tau.documents} recent held-out records, {tau.expected:.3f} expected: drop {tau.drop:+.1%} "
-        f"(at least {tau.drop_low:+.1%}), limit {limit:.1%}"
+        f"τ {tau.now:.3f} on {tau.documents} recent held-out records of {tau.conversations} conversations, "
+        f"{tau.expected:.3f} expected: drop {tau.drop:+.1%} (at least {tau.drop_low:+.1%}), limit {limit:.1%}"
     )
     if tau.without_baseline:
         finding += f"; no baseline for {', '.join(tau.without_baseline)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -98,7 +98,7 @@ class Lineage:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Lineage:
-        """From `to_json`.
+        """From `to_json`, of this release or a later one: fields that are unknown here are left out.
 
         Raises:
             UserError: for anything else.
@@ -106,12 +106,17 @@ class Lineage:
         try:
             data, baseline = value["data"], value["baseline"]
             return cls(
-                **{k: v for k, v in value.items() if k not in ("data", "baseline")},
-                data=None if data is None else DataWindow(**data),
-                baseline={domain: DomainSums(**sums) for domain, sums in baseline.items()},
+                **{k: v for k, v in _known(cls, value).items() if k not in ("data", "baseline")},
+                data=None if data is None else DataWindow(**_known(DataWindow, data)),
+                baseline={d: DomainSums(**_known(DomainSums, sums)) for d, sums in baseline.items()},
             )
         except (TypeError, KeyError, AttributeError) as error:
             raise UserError(f"lineage.json: not written by this release ({error})") from None
+
+
+def _known(kind: type, value: Mapping[str, Any]) -> dict[str, Any]:
+    names = {known.name for known in fields(kind)}
+    return {key: item for key, item in value.items() if key in names}
 
 
 def sums_by_domain(results: Sequence[DomainReplay]) -> dict[str, DomainSums]:

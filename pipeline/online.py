@@ -1,8 +1,9 @@
 """The online state machine: what happens to each drafter that an online round produces.
 
-register *challenger* → gate → swap → canary → *champion* | refused | rolled back. The phase is on disk before each step, so
-that a start after a crash finds out where things stood: the registry is asked again (registering equal weights gives the
-same version), the server is brought to the champion, and the round is settled.
+register *challenger* → gate → swap → canary → *champion* | refused | rolled back | superseded. The phase is on disk before
+each step, so that a start after a crash finds out where things stood: the registry is asked again (registering equal weights
+gives the same version), the server is brought to the champion, and the round is settled. A stop that is asked for before the
+canary's verdict is answered in the same way: the champion serves, and the next start judges the round again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pipeline.config import CanaryConfig
 from pipeline.console import say
 from pipeline.gate import Verdict
 from pipeline.lineage import DataWindow, Lineage
+from pipeline.registry import RegisteredVersion
 from pipeline.release import ReleaseDesk
 from pipeline.result import write_json
 from pipeline.swaps import SwapNote, bring_to, drafter_version_of, swap_back
@@ -34,8 +36,8 @@ from serving_bridge.transport import LogReader
 KEPT_ROUNDS = 4
 """Rounds whose drafter stays on this disk."""
 
-Outcome = Literal["champion", "waiting", "refused", "rolled_back", "swap_failed"]
-"""`waiting`: the gate accepts it, a person is to promote it."""
+Outcome = Literal["champion", "waiting", "refused", "rolled_back", "swap_failed", "superseded"]
+"""`waiting`: the gate accepts it, a person is to promote it. `superseded`: a person moved the champion meanwhile."""
 Phase = Literal["collect", "register", "gate", "swap", "canary"]
 
 
@@ -86,7 +88,7 @@ class OnlinePublisher:
         run_id: MLflow run for artifacts.
         name: prefix of drafter versions.
         lineage: of what is registered here, but for its data.
-        deploy: whether an accepted challenger becomes champion; else it stays challenger for a person to promote.
+        deploy: whether an accepted challenger becomes champion; else it becomes candidate, for a person to promote.
     """
 
     def __init__(
@@ -171,6 +173,11 @@ class OnlinePublisher:
         previous = None if champion is None else self.desk.checkpoint(champion.version)
         checkpoint = self.desk.checkpoint(version)
         reader = self.canary_reader() if self.canary_reader is not None and self.servers else None
+        if reader is not None and previous is not None and self.should_stop():
+            self._put_off(round_index, "told to stop before the canary")
+            return
+        if self._superseded(champion, round_index, version, verdict, None, counts):
+            return
         # one server proves a challenger before the others get it
         first, rest = self.servers[:1], self.servers[1:]
         canary: CanaryVerdict | None = None
@@ -180,6 +187,10 @@ class OnlinePublisher:
             if reader is not None and previous is not None:
                 self._enter("canary", round_index)
                 canary = self._watch(reader, checkpoint, previous)
+                if canary.stopped:
+                    self._bring_back(first, previous)
+                    self._put_off(round_index, canary.reason)
+                    return
                 if not canary.passed:
                     # servers first: the registry may be the very thing that fails
                     try:
@@ -208,9 +219,37 @@ class OnlinePublisher:
             if previous is not None:
                 self._bring_back(first, previous)
             raise
+        if self._superseded(champion, round_index, version, verdict, canary, counts):
+            return
         reason = verdict.reason if canary is None else f"{verdict.reason}; canary: {canary.reason}"
         self.desk.registry.promote(version, reason=reason)
         self._settle(RoundOutcome(round_index, version, "champion", reason), verdict, canary, counts)
+
+    def _put_off(self, round_index: int, reason: str) -> None:
+        """Leave the round where the next start judges it again."""
+        self._enter("gate", round_index)
+        say(f"round {round_index} is not settled: {reason}; the next start goes on with it")
+
+    def _superseded(
+        self,
+        judged: RegisteredVersion | None,
+        round_index: int,
+        version: int,
+        verdict: Verdict,
+        canary: CanaryVerdict | None,
+        counts: dict[str, int],
+    ) -> bool:
+        """Whether somebody moved the champion since the challenger was judged: that stands, and the round is settled."""
+        now = self.desk.registry.champion()
+        if now is None or judged is None or now.version in (judged.version, version):
+            return False
+        self._follow()
+        reason = (
+            f"the champion became version {now.version} meanwhile; judged against version {judged.version}"
+        )
+        outcome = RoundOutcome(round_index, version, "superseded", reason)
+        self._settle(outcome, verdict, canary, counts)
+        return True
 
     def _follow(self) -> None:
         """Servers that were restarted meanwhile run the drafter of their command line: bring them to the champion."""

@@ -1,8 +1,8 @@
 """Registered drafters: one MLflow registered model per (target, family), versions moved by aliases.
 
 A version is a serving directory, logged file by file as run artifacts, so it downloads as a
-directory that an engine loads as it is. Aliases: `challenger` (under judgement), `champion`
-(serving), `previous-champion` (what a rollback restores). Version tags:
+directory that an engine loads as it is. Aliases: `challenger` (under judgement), `candidate` (accepted by the gate, waits for
+a person), `champion` (serving), `previous-champion` (what a rollback restores). Version tags:
 
 - `target_id`, `tokenizer_hash`, `block_size`, `family`, `drafter_version`: from the manifest;
 - `drafter_digest`: hash of weights and config; `directory_sha256`: hash of all files, manifest
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 CHALLENGER = "challenger"
+CANDIDATE = "candidate"
 CHAMPION = "champion"
 PREVIOUS_CHAMPION = "previous-champion"
 _LINEAGE = "lineage.json"
@@ -152,13 +153,16 @@ class Registry:
         """What was recorded when a version was registered; None for one of an older release.
 
         Raises:
-            UserError: no such version, or its record is gone from the artifact store.
+            UserError: no such version, or its record is damaged or gone from the artifact store.
         """
         found = self.get(version)
         if "papers" not in found.tags or found.run_id is None:
             return None
         text = self.artifact_text(found.run_id, f"{found.tags['papers']}/{_LINEAGE}")
-        return Lineage.from_json(json.loads(text))
+        try:
+            return Lineage.from_json(json.loads(text))
+        except ValueError as error:
+            raise UserError(f"registry: {_LINEAGE} of version {version} is damaged ({error})") from None
 
     def artifact_text(self, run_id: str, path: str) -> str:
         """A text file among a run's artifacts.
@@ -226,6 +230,10 @@ class Registry:
         """The version under judgement, if any."""
         return self._aliased(CHALLENGER)
 
+    def candidate(self) -> RegisteredVersion | None:
+        """The latest version that the gate accepted and nobody has promoted yet, if any."""
+        return self._aliased(CANDIDATE)
+
     def previous_champion(self) -> RegisteredVersion | None:
         """The version that a rollback restores, if any."""
         return self._aliased(PREVIOUS_CHAMPION)
@@ -249,12 +257,15 @@ class Registry:
             self._point(PREVIOUS_CHAMPION, old)
         self._point(CHAMPION, version)
         self._clear(CHALLENGER, version)
+        self._clear(CANDIDATE, version)
         for moved in {version, version if old is None else old}:
             self._refresh_card(moved)
 
     def accept(self, version: int, reason: str) -> None:
-        """Record that the gate would have a version; it stays challenger until somebody promotes it."""
+        """Record that the gate would have a version; it is the candidate until somebody promotes it, or the next one comes."""
         self._tag(self.get(version).version, {"gate_outcome": "accepted", "gate_reason": reason})
+        self._point(CANDIDATE, version)
+        self._clear(CHALLENGER, version)
         self._refresh_card(version)
 
     def refuse(self, version: int, reason: str) -> None:
@@ -269,6 +280,7 @@ class Registry:
             )
         self._tag(version, {"gate_outcome": "refused", "gate_reason": reason})
         self._clear(CHALLENGER, version)
+        self._clear(CANDIDATE, version)
         self._refresh_card(version)
 
     def rollback(self, reason: str, *, version: int | None = None) -> int:

@@ -15,7 +15,14 @@ from pipeline.config import Config, load_config
 from pipeline.lineage import Lineage, show_time
 from pipeline.model_card import decision
 from pipeline.registry import RegisteredVersion, Registry
-from pipeline.tracking import open_client, probe, redacted, sqlite_file, tracking_errors
+from pipeline.tracking import (
+    open_client,
+    probe,
+    redacted,
+    sqlite_file,
+    tracking_errors,
+    without_passwords,
+)
 
 IDENTITY = ("drafter_version", "family", "block_size", "target_id", "tokenizer_hash")
 PROVENANCE = ("stage", "parent_version", "data_window", "config_hash", "git_commit")
@@ -163,7 +170,9 @@ def _config(registry: Registry, found: RegisteredVersion, problems: list[str]) -
     try:
         if found.run_id is None:
             raise UserError(f"version {found.version} has no run that keeps its configuration")
-        return dict(yaml.safe_load(registry.artifact_text(found.run_id, "config.yaml")))
+        kept = yaml.safe_load(registry.artifact_text(found.run_id, "config.yaml"))
+        # versions of older releases were logged with them
+        return dict(without_passwords(kept))
     except (UserError, yaml.YAMLError, TypeError, ValueError) as error:
         problems.append(str(error))
         return None

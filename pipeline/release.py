@@ -111,8 +111,9 @@ class ReleaseDesk:
         return self.registry.download(version, self.workspace / f"version-{version}")
 
     def forget_versions(self, keep: int) -> None:
-        """Delete local copies but those of champion, previous champion and the latest `keep` versions."""
-        named = {v.version for v in (self.registry.champion(), self.registry.previous_champion()) if v}
+        """Delete local copies but those of champion, previous champion, candidate and the latest `keep` versions."""
+        kept = (self.registry.champion(), self.registry.previous_champion(), self.registry.candidate())
+        named = {v.version for v in kept if v}
         copies = {int(p.name.removeprefix("version-")): p for p in self.workspace.glob("version-[0-9]*")}
         for number in sorted(copies)[:-keep]:
             if number not in named:

@@ -67,10 +67,10 @@ class TrackedRun:
             self._client.set_tag(self.run_id, f"non_finite.{key}"[:250], text)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Log the whole configuration (JSON types) as the artifact `config.yaml`."""
+        """Log the whole configuration (JSON types) as the artifact `config.yaml`, addresses without their passwords."""
         import yaml
 
-        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(without_passwords(dict(config)), sort_keys=False, allow_unicode=True)
         self._client.log_text(self.run_id, text, "config.yaml")
 
     def log_artifact(self, path: Path) -> None:
@@ -292,7 +292,20 @@ def _locked(path: Path) -> Iterator[None]:
 
 def redacted(uri: str) -> str:
     """The URI without its password."""
-    parts = urlsplit(uri)
-    if not parts.password:
+    try:
+        parts = urlsplit(uri)
+        password = parts.password
+    except ValueError:
         return uri
-    return urlunsplit(parts._replace(netloc=parts.netloc.replace(f":{parts.password}@", ":***@")))
+    if not password:
+        return uri
+    return urlunsplit(parts._replace(netloc=parts.netloc.replace(f":{password}@", ":***@")))
+
+
+def without_passwords(value: Any) -> Any:
+    """Plain values with the password of every address in them left out."""
+    if isinstance(value, Mapping):
+        return {key: without_passwords(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_passwords(item) for item in value]
+    return redacted(value) if isinstance(value, str) and "://" in value else value

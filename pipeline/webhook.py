@@ -10,7 +10,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from drafters.errors import UserError
+from pipeline.alarms import KEPT_REFUSALS, AlarmBoard
 from pipeline.config import AlarmsConfig
+from pipeline.console import say
 
 FIRST_PAUSE_S = 0.5
 """Between the first and the second attempt; it doubles from there."""
@@ -18,6 +20,10 @@ FIRST_PAUSE_S = 0.5
 
 class DeliveryFailed(Exception):
     """The receiver did not take an event."""
+
+
+class DeliveryRefused(DeliveryFailed):
+    """The receiver will not take it another time either."""
 
 
 class Webhook:
@@ -41,7 +47,7 @@ class Webhook:
         """Deliver one event.
 
         Raises:
-            DeliveryFailed: naming the host and what the last attempt met.
+            DeliveryFailed: naming the host and what the last attempt met; `DeliveryRefused` for what it refuses for good.
         """
         import requests
 
@@ -61,18 +67,22 @@ class Webhook:
                 return
             problem = f"status {status}"
             if status < 500 and status not in (408, 429):
-                break
+                raise DeliveryRefused(f"{self.host}: {problem}")
         raise DeliveryFailed(f"{self.host}: {problem}")
 
 
 class Courier:
-    """Delivers events in order from a daemon thread; nothing it meets reaches the caller."""
+    """Delivers events in order from a daemon thread; nothing it meets reaches the caller.
+
+    `refused` says that the first event that was not delivered was refused for good.
+    """
 
     def __init__(self, webhook: Webhook, events: Sequence[dict[str, Any]]) -> None:
         self._webhook = webhook
         self._events = list(events)
         self._sent: list[dict[str, Any]] = []
         self._problem = ""
+        self.refused = False
         self._thread = threading.Thread(target=self._run, name="alarm-courier", daemon=True)
         self._thread.start()
 
@@ -89,9 +99,21 @@ class Courier:
             except Exception as error:
                 # by name only: other libraries put the address into their messages
                 self._problem = str(error) if isinstance(error, DeliveryFailed) else type(error).__name__
+                self.refused = isinstance(error, DeliveryRefused)
                 # the rest goes to the same receiver: it waits for the next run
                 return
             self._sent.append(event)
+
+
+def settle(board: AlarmBoard, courier: Courier) -> None:
+    """Wait for a courier, and note on the board what it delivered and what was refused."""
+    sent, problem = courier.finish()
+    board.delivered(sent)
+    dropped = board.refused() if courier.refused else None
+    if dropped is not None:
+        say(f"alarms: given up after {KEPT_REFUSALS} refusals ({problem}): {dropped['text']}")
+    elif problem:
+        say(f"alarms: {len(board.undelivered)} not delivered, they go out with the next run ({problem})")
 
 
 def webhook_for(config: AlarmsConfig) -> Webhook | None:

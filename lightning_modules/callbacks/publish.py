@@ -21,7 +21,10 @@ class Publisher(Protocol):
         ...
 
     def publish(self, module: OPDModule, datamodule: StreamingDataModule, round_index: int) -> None:
-        """Settle the outcome of a finished round. Called again after a crash, so it must be repeatable."""
+        """Settle the outcome of a finished round, or put it off when the process is to end.
+
+        Called again after a crash and after being put off, so it must be repeatable.
+        """
         ...
 
 
@@ -43,6 +46,9 @@ class PublishRounds(L.Callback):
         done = datamodule.stream.round_index
         if self.publisher.published_rounds < done:
             self._publish(module, datamodule, done - 1)
+            if self.publisher.published_rounds < done:
+                # put off: the process is to end, and another round must not come before this one
+                trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         module, datamodule = _parts(trainer, pl_module)

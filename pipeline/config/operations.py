@@ -23,12 +23,17 @@ class DriftConfig(Section):
     min_documents: int = Field(
         16, ge=2, description="Recent held-out records without which τ is not measured."
     )
+    min_baseline_documents: int = Field(
+        8,
+        ge=1,
+        description="Documents of a domain at the gate without which its τ is no baseline: of fewer it is mostly noise.",
+    )
     window: int = Field(128, ge=2, description="Most recent held-out records that τ is measured on.")
     max_population_shift: float = Field(
         0.2,
         gt=0,
-        description="Population stability index of the new records' domains against those the champion learned from, from "
-        "which on it is retrained, if chance does not explain it.",
+        description="Population stability index of the new records' domains against those of the traffic that the champion "
+        "learned from, from which on it is retrained, if chance does not explain it.",
     )
 
 
@@ -91,7 +96,13 @@ class ScheduleConfig(Section):
     kill_after_minutes: float | None = Field(
         None,
         gt=0,
-        description="A run that takes longer is sent SIGTERM, and a minute later SIGKILL; null waits.",
+        description="A run that takes longer is sent SIGTERM, and after kill_patience_s SIGKILL; null waits.",
+    )
+    kill_patience_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds from SIGTERM to SIGKILL; a run that is training finishes its round after SIGTERM, if this is long "
+        "enough.",
     )
     store: str | None = Field(
         None, description="SQLAlchemy address of the job store; null: <output>/schedule/jobs.db."
@@ -132,6 +143,11 @@ class AlarmsConfig(Section):
     )
     raise_after: int = Field(2, ge=1, description="Values in a row at which an alarm is raised.")
     clear_after: int = Field(2, ge=1, description="Values in a row at which an alarm is cleared.")
+    locked_after: int = Field(
+        3,
+        ge=1,
+        description="Scheduled runs in a row that another trainer kept out, from which on they count as failing.",
+    )
     tau_drop: ThresholdConfig = Field(
         ThresholdConfig(raise_at=0.1, clear_at=0.05),
         description="Relative drop of the champion's τ on recent held-out records.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import subprocess
 import time
@@ -16,26 +17,29 @@ from pipeline.alarms import AlarmBoard, rules_for
 from pipeline.config import AlarmsConfig
 from pipeline.console import say
 from pipeline.result import write_json
-from pipeline.webhook import Courier, webhook_for
+from pipeline.webhook import Courier, settle, webhook_for
 
-ORDINARY = frozenset({0, 3, 4, 5})
-"""Exit codes of runs that did not fail: done, nothing to do, refused, locked."""
+WORKED = frozenset({0, 3, 4})
+"""Exit codes of runs that were complete: done, nothing to do, refused."""
 
-PATIENCE_S = 60.0
-"""Between SIGTERM and SIGKILL for a run that takes too long."""
+LOCKED = 5
+"""Exit code of a run that found another trainer at work: it did nothing, and says neither that runs work nor that they fail."""
 
 LAST_RUN = "last_run.json"
 
 
 @dataclass(frozen=True)
 class LastRun:
-    """What `last_run.json` says. `code` is negative for a run that a signal ended."""
+    """What `last_run.json` says. `code` is negative for a run that a signal ended; `locked_in_a_row`
+    counts the latest runs that did nothing because another trainer worked, this one included.
+    """
 
     command: list[str]
     started: float
     seconds: float
     code: int
     failed: bool
+    locked_in_a_row: int = 0
 
 
 def run_scheduled(
@@ -45,6 +49,7 @@ def run_scheduled(
     run: str,
     alarms: dict[str, Any],
     kill_after_s: float | None,
+    patience_s: float = 60.0,
     rhythm: str = "",
 ) -> None:
     """What the scheduler calls; arguments are plain values, because its store keeps them.
@@ -56,13 +61,21 @@ def run_scheduled(
         run: name, for alarms.
         alarms: an `AlarmsConfig`.
         kill_after_s: longest run; None waits for ever.
+        patience_s: between SIGTERM and SIGKILL for a run that takes longer.
         rhythm: of the schedule; kept so that a changed one is noticed.
     """
     started, begun = time.time(), time.monotonic()
-    code = run_process(command, cwd, kill_after_s)
-    last = LastRun(command, started, time.monotonic() - begun, code, code not in ORDINARY)
-    say(f"run ended with {describe_code(code)} after {last.seconds:.0f} s")
+    code = run_process(command, cwd, kill_after_s, patience_s)
     place = Path(directory)
+    last = LastRun(
+        command,
+        started,
+        time.monotonic() - begun,
+        code,
+        failed=code not in WORKED and code != LOCKED,
+        locked_in_a_row=_locked_before(place / LAST_RUN) + 1 if code == LOCKED else 0,
+    )
+    say(f"run ended with {describe_code(code)} after {last.seconds:.0f} s")
     try:
         place.mkdir(parents=True, exist_ok=True)
         write_json(place / LAST_RUN, asdict(last))
@@ -72,7 +85,9 @@ def run_scheduled(
         say(f"the run could not be noted: {error}")
 
 
-def run_process(command: Sequence[str], cwd: str, kill_after_s: float | None) -> int:
+def run_process(
+    command: Sequence[str], cwd: str, kill_after_s: float | None, patience_s: float = 60.0
+) -> int:
     """Run to the end, apart from this process's signals; its exit code, 127 if it cannot be started."""
     try:
         process = subprocess.Popen(command, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -86,7 +101,7 @@ def run_process(command: Sequence[str], cwd: str, kill_after_s: float | None) ->
         say(f"run takes longer than {kill_after_s:.0f} s and is stopped")
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(PATIENCE_S)
+        return process.wait(patience_s)
     process.kill()
     return process.wait()
 
@@ -95,19 +110,17 @@ def raise_alarm(path: Path, config: AlarmsConfig, run: str, last: LastRun) -> No
     """Feed the alarm `failing_runs`, and send what is due."""
     board = AlarmBoard.load(path)
     about = {"run": run, "exit_code": last.code}
-    values = {"failing_runs": 1.0 if last.failed else 0.0}
+    failing = last.failed or last.locked_in_a_row >= config.locked_after
+    values: dict[str, float | None] = {
+        "failing_runs": 1.0 if failing else None if last.locked_in_a_row else 0.0
+    }
     for event in board.observe(rules_for(config), values, about):
         say(f"ALARM {event['text']} ({describe_code(last.code)})")
     if not board.undelivered:
         return
     webhook = webhook_for(config)
-    if webhook is None:
-        board.delivered(board.undelivered)
-        return
-    sent, problem = Courier(webhook, board.undelivered).finish()
-    board.delivered(sent)
-    if problem:
-        say(f"alarms: {len(board.undelivered)} not delivered ({problem})")
+    if webhook is not None:
+        settle(board, Courier(webhook, board.undelivered))
 
 
 def describe_code(code: int) -> str:
@@ -116,3 +129,10 @@ def describe_code(code: int) -> str:
         with contextlib.suppress(ValueError):
             return signal.Signals(-code).name
     return f"exit code {code}"
+
+
+def _locked_before(note: Path) -> int:
+    try:
+        return int(json.loads(note.read_text())["locked_in_a_row"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +12,9 @@ from pipeline.config import ScheduleConfig
 
 WEEKDAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
 _PART = re.compile(r"(?P<first>\*|\w+)(?:-(?P<last>\w+))?(?:/(?P<step>[1-9]\d*))?")
+
+SLACK = timedelta(seconds=60)
+"""By which clocks are put right without anybody noticing."""
 
 
 def trigger_for(config: ScheduleConfig) -> Any:
@@ -47,7 +50,7 @@ def trigger_for(config: ScheduleConfig) -> Any:
             f"schedule.cron: {config.cron!r} restricts both day and weekday; set one of them to *"
         )
     try:
-        return CronTrigger(
+        trigger = CronTrigger(
             minute=minute,
             hour=hour,
             day=day,
@@ -58,6 +61,9 @@ def trigger_for(config: ScheduleConfig) -> Any:
         )
     except ValueError as error:
         raise UserError(f"schedule.cron: {config.cron!r}: {error}") from None
+    if trigger.get_next_fire_time(None, datetime.now(UTC)) is None:
+        raise UserError(f"schedule.cron: {config.cron!r} never comes; give a day that its month has")
+    return trigger
 
 
 def describe(config: ScheduleConfig) -> str:
@@ -78,6 +84,16 @@ def next_times(config: ScheduleConfig, count: int, now: datetime) -> list[dateti
             break
         times.append(found)
     return times
+
+
+def latest_start(config: ScheduleConfig, now: datetime) -> datetime:
+    """The time (aware) by which a schedule whose last start was before `now` starts again, jitter included."""
+    jitter = timedelta(seconds=config.jitter_s)
+    if config.every_minutes is not None:
+        return now + SLACK + timedelta(minutes=config.every_minutes) + jitter
+    trigger = trigger_for(config.model_copy(update={"jitter_s": 0}))
+    found: datetime = trigger.get_next_fire_time(None, now + SLACK)
+    return found + jitter
 
 
 def weekdays(field: str) -> str:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from drafters.errors import UserError
-from pipeline.config import Config
+from pipeline.config import Config, ScheduleConfig
 from pipeline.console import say
 from pipeline.lock import exclusive
-from pipeline.schedule.rhythm import describe, trigger_for
+from pipeline.schedule.rhythm import describe, latest_start, trigger_for
 
 JOB = "pipeline.schedule.job:run_scheduled"
 JOB_ID = "retrain"
+
+WATCH_S = 60.0
+"""Between two looks at whether the schedule still lives."""
+
+
+class ScheduleBroken(UserError):
+    """The schedule would start nothing any more; a new process may mend it."""
 
 
 def schedule_directory(config: Config) -> Path:
@@ -30,7 +38,7 @@ def open_scheduler(config: Config, command: Sequence[str]) -> Any:
     """A paused scheduler with its job in place; the caller holds the lock, resumes it and shuts it down.
 
     A job from before keeps its next start, also one in the past, which APScheduler makes up for within the grace time. Only
-    another rhythm counts anew.
+    another rhythm counts anew, and a start later than the rhythm allows, which a clock that was ahead has left.
 
     Raises:
         UserError: the rhythm makes no sense, or the store cannot be used.
@@ -60,11 +68,12 @@ def open_scheduler(config: Config, command: Sequence[str]) -> Any:
         "kill_after_s": 60 * config.schedule.kill_after_minutes
         if config.schedule.kill_after_minutes
         else None,
+        "patience_s": config.schedule.kill_patience_s,
         "rhythm": describe(config.schedule),
     }
     try:
         scheduler = BackgroundScheduler(
-            jobstores={"default": SQLAlchemyJobStore(url=address)},
+            jobstores={"default": SQLAlchemyJobStore(url=address, tablename=table_of(directory))},
             executors={"default": ThreadPoolExecutor(1)},
             timezone=trigger.timezone,
         )
@@ -75,12 +84,17 @@ def open_scheduler(config: Config, command: Sequence[str]) -> Any:
         else:
             changed = job.kwargs.get("rhythm") != arguments["rhythm"]
             job.modify(kwargs=arguments, **options)
-            if changed:
+            if changed or _too_late(job.next_run_time, config.schedule):
                 job.reschedule(trigger)
     except (SQLAlchemyError, ImportError, OSError) as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"schedule.store: cannot be used ({cause})") from error
     return scheduler
+
+
+def table_of(directory: Path) -> str:
+    """The table of a run's schedule; a store may hold several, and a scheduler would start every job of a table."""
+    return f"retrain_{hashlib.sha256(str(directory).encode()).hexdigest()[:16]}"
 
 
 def next_start(scheduler: Any) -> datetime | None:
@@ -89,11 +103,45 @@ def next_start(scheduler: Any) -> datetime | None:
     return None if job is None else job.next_run_time
 
 
+def look_after(scheduler: Any, settings: ScheduleConfig) -> None:
+    """See to it that there will be a next start, and that it is not later than the rhythm allows.
+
+    APScheduler's thread ends without a word when its store refuses a write, and sleeps by a clock that stands still while
+    the machine does.
+
+    Raises:
+        ScheduleBroken: its thread has ended, or the job is gone from the store.
+    """
+    from sqlalchemy.exc import SQLAlchemyError
+
+    if not scheduler._thread.is_alive():
+        raise ScheduleBroken(
+            "retrain schedule: the scheduler's thread has ended, most likely because the job store refused a write (see the "
+            "output above); start it again"
+        )
+    try:
+        job = scheduler.get_job(JOB_ID)
+        if job is None:
+            raise ScheduleBroken("retrain schedule: the job is gone from the store; start the schedule again")
+        if _too_late(job.next_run_time, settings):
+            say(
+                f"the next start {job.next_run_time} is later than the rhythm allows: was the clock set back?"
+            )
+            job.reschedule(trigger_for(settings))
+            say(f"next start {next_start(scheduler)}")
+    except (SQLAlchemyError, OSError) as error:
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        say(f"the job store does not answer ({cause})")
+        return
+    scheduler.wakeup()
+
+
 def serve(config: Config, command: Sequence[str], stop: threading.Event) -> None:
     """Run the schedule until `stop` is set; a run under way is waited for.
 
     Raises:
         Locked: another scheduler works in this output directory.
+        ScheduleBroken: nothing more would be started.
         UserError: see `open_scheduler`.
     """
     with exclusive(
@@ -103,7 +151,8 @@ def serve(config: Config, command: Sequence[str], stop: threading.Event) -> None
         try:
             say(f"{describe(config.schedule)}; next start {next_start(scheduler)}")
             scheduler.resume()
-            stop.wait()
+            while not stop.wait(WATCH_S):
+                look_after(scheduler, config.schedule)
             say("told to stop; a run under way is finished first")
         finally:
             scheduler.shutdown(wait=True)
@@ -122,3 +171,7 @@ def stop_on_signals() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _too_late(stored: datetime | None, settings: ScheduleConfig) -> bool:
+    return stored is None or stored > latest_start(settings, datetime.now(UTC))

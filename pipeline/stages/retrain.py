@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -16,7 +17,15 @@ from drafters.replay import replay
 from pipeline.alarms import AlarmBoard, rules_for
 from pipeline.config import Config
 from pipeline.console import say
-from pipeline.drift import Decision, Observation, decide, population_shift, tau_drift
+from pipeline.drift import (
+    Decision,
+    Observation,
+    TauDrift,
+    alarm_values,
+    decide,
+    population_shift,
+    tau_drift,
+)
 from pipeline.fitting import CHECKPOINT
 from pipeline.lineage import Lineage
 from pipeline.lock import trainer_lock
@@ -26,7 +35,7 @@ from pipeline.registry import RegisteredVersion, Registry
 from pipeline.stages.context import Stage, open_stage, registry_for
 from pipeline.stages.online import READER, log_errors, online_rounds
 from pipeline.survey import Survey, read_stream, survey
-from pipeline.webhook import Courier, webhook_for
+from pipeline.webhook import Courier, settle, webhook_for
 from serving_bridge.server import DraftServer
 from serving_bridge.transports import LogPlace, open_reader
 
@@ -52,6 +61,7 @@ OUTCOME_OF = {
     "waiting": Outcome.PROMOTED,
     "refused": Outcome.REFUSED,
     "rolled_back": Outcome.REFUSED,
+    "superseded": Outcome.REFUSED,
     "swap_failed": Outcome.SWAP_FAILED,
 }
 
@@ -92,7 +102,13 @@ def retrain_once(config: Config, *, log: LogPlace, servers: Sequence[DraftServer
         least = config.retrain.min_records or config.online.trigger
         decision = decide(config.retrain, least, seen)
         show_decision(decision)
-        events = board.observe(rules_for(config.alarms), _alarm_values(seen), _about(config, champion))
+        events = board.observe(
+            rules_for(config.alarms),
+            alarm_values(config.alarms, seen),
+            _about(config, champion),
+            seen=_measured_on(stream, found),
+            champion=champion.version,
+        )
         for event in events:
             say(f"ALARM {event['text']}")
         courier = Courier(webhook, board.undelivered) if webhook is not None else None
@@ -103,7 +119,8 @@ def retrain_once(config: Config, *, log: LogPlace, servers: Sequence[DraftServer
                 outcome, settled = Outcome.NOTHING_TO_DO, None
                 _follow(stage, registry, servers)
         finally:
-            _settle_alarms(board, courier)
+            if courier is not None:
+                settle(board, courier)
         reason = decision.reason if settled is None else settled.reason
         if decision.train and settled is None:
             reason = "stopped before a round was complete"
@@ -137,34 +154,79 @@ def observe(
     found: Survey,
 ) -> Observation:
     """What has moved since the champion was promoted; what cannot be measured is said, with the reason."""
-    settings = stage.config.retrain.drift
-    lineage = registry.lineage(champion.version) or Lineage()
-    unmeasured = {}
+    unmeasured: dict[str, str] = {}
     tau = shift = None
-    comparable = sum(document.domain in lineage.baseline for document in found.recent)
+    interrupted = _interrupted(stage.config.output / "online", stream)
+    try:
+        lineage = registry.lineage(champion.version) or Lineage()
+    except UserError as error:
+        # drift is information: what hides it must not end retraining
+        return Observation(found.training, interrupted, unmeasured={"tau": str(error), "shift": str(error)})
+    try:
+        tau = _tau_drift(stage, registry, champion, lineage, found, unmeasured)
+    except UserError as error:
+        unmeasured["tau"] = str(error)
+    problem = no_reference(champion, lineage, found)
+    if problem is not None:
+        unmeasured["shift"] = problem
+    elif lineage.data is not None:
+        shift = population_shift(lineage.data.domains, found.domains)
+    return Observation(found.training, interrupted, tau, shift, unmeasured)
+
+
+def _tau_drift(
+    stage: Stage,
+    registry: Registry,
+    champion: RegisteredVersion,
+    lineage: Lineage,
+    found: Survey,
+    unmeasured: dict[str, str],
+) -> TauDrift | None:
+    settings = stage.config.retrain.drift
+    least = settings.min_baseline_documents
+    baseline = {domain: sums for domain, sums in lineage.baseline.items() if sums.documents >= least}
+    comparable = sum(document.domain in baseline for document in found.recent)
     if not lineage.baseline:
         unmeasured["tau"] = f"version {champion.version} has no record of its τ by domain"
-    elif comparable < settings.min_documents:
+        return None
+    if comparable < settings.min_documents:
         unmeasured["tau"] = (
-            f"only {comparable} recent held-out records of domains with a baseline, {settings.min_documents} are needed to "
-            "measure τ"
+            f"only {comparable} recent held-out records of domains with a baseline of at least {least} documents, "
+            f"{settings.min_documents} are needed to measure τ"
         )
-    else:
-        tau = tau_drift(
-            _replay_champion(stage, registry, champion, found),
-            lineage.baseline,
-            confidence=settings.confidence,
-            seed=stage.config.seed,
-        )
-        unmeasured["tau"] = "no recent held-out record has a round"
-    if lineage.data is None or not lineage.data.domains:
-        unmeasured["shift"] = f"version {champion.version} has no record of its data's domains"
-    else:
-        shift = population_shift(lineage.data.domains, found.domains)
-        unmeasured["shift"] = "no new records"
-    return Observation(
-        found.training, _interrupted(stage.config.output / "online", stream), tau, shift, unmeasured
+        return None
+    unmeasured["tau"] = "no recent held-out record has a round"
+    results = _replay_champion(stage, registry, champion, found)
+    key_of = {d.document_id: d.conversation_key or d.document_id for d in found.recent}
+    return tau_drift(
+        results,
+        baseline,
+        confidence=settings.confidence,
+        seed=stage.config.seed,
+        conversations=[key_of[result.document_id] for result in results],
     )
+
+
+def no_reference(champion: RegisteredVersion, lineage: Lineage, found: Survey) -> str | None:
+    """Why the new records cannot be compared with what the champion learned from; None if they can."""
+    data = lineage.data
+    if data is None or not data.domains:
+        return f"version {champion.version} has no record of its data's domains"
+    if data.since is None:
+        return f"version {champion.version} learned from offline data, whose domains are no sample of traffic"
+    if not found.domains:
+        return "no new records"
+    if not data.domains.keys() & found.domains.keys():
+        return (
+            f"the new records ({_named(found.domains)}) have no domain in common with those of version "
+            f"{champion.version} ({_named(data.domains)}): does serving tag its requests as before?"
+        )
+    return None
+
+
+def _named(domains: Collection[str]) -> str:
+    names = sorted(domains)
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
 
 
 def _replay_champion(
@@ -223,12 +285,12 @@ def _follow(stage: Stage, registry: Registry, servers: Sequence[DraftServer]) ->
         bring_to(servers, registry.download(champion.version, place))
 
 
-def _alarm_values(seen: Observation) -> dict[str, float | None]:
-    shift = seen.shift
-    certain = shift is not None and shift.index > shift.chance
+def _measured_on(stream: StreamState | None, found: Survey) -> dict[str, str]:
+    """Names of the records that alarm values are of: the log only grows, so its beginning and a number name them."""
+    start = json.dumps(None if stream is None else stream.cursor.to_json())
     return {
-        "tau_drop": None if seen.tau is None else (seen.tau.drop if seen.tau.drop_low > 0 else 0.0),
-        "population_shift": None if shift is None else (shift.index if certain else 0.0),
+        "tau_drop": f"{found.held_out} held out from {start}",
+        "population_shift": f"{found.training + found.held_out} from {start}",
     }
 
 
@@ -238,17 +300,6 @@ def _about(config: Config, champion: RegisteredVersion) -> dict[str, Any]:
         "champion_version": champion.version,
         "drafter_version": champion.tags.get("drafter_version"),
     }
-
-
-def _settle_alarms(board: AlarmBoard, courier: Courier | None) -> None:
-    if courier is None:
-        # the log is where they go
-        board.delivered(board.undelivered)
-        return
-    sent, problem = courier.finish()
-    board.delivered(sent)
-    if problem:
-        say(f"alarms: {len(board.undelivered)} not delivered, they go out with the next run ({problem})")
 
 
 def _summary(

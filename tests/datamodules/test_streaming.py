@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import time as wall_time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,6 +238,33 @@ def test_stale_records_are_skipped(tmp_path: Path) -> None:
     write_spool(tmp_path, [make_record(6, time=1850.0), *(make_record(n, time=1960.0) for n in (7, 8, 9))])
     assert next_round(data) == ["r5", "r7", "r8", "r9"]
     assert data.stream.counts["refused_stale"] == 2
+
+
+def test_a_trainer_that_is_to_end_begins_no_round(tmp_path: Path) -> None:
+    data = make_stream(tmp_path, records(0, 1, 2, 3))
+    data.trainer = SimpleNamespace(should_stop=True)  # type: ignore[assignment]
+    assert data.train_dataloader() == [] and data.stream.cursor == SpoolReader(tmp_path, "trainer").cursor
+    data.trainer.should_stop = False  # type: ignore[union-attr]
+    assert isinstance(data.train_dataloader(), PackedLoader)
+
+
+def test_one_clock_that_is_wrong_makes_no_other_record_stale(tmp_path: Path) -> None:
+    now = wall_time.time()
+    spec = replace(SPEC, max_record_age_s=3600.0)
+    log = [
+        make_record(0, time=now + 1e8),
+        make_record(1, time=now + 1e9, target_id="other@r1#ffffffffffff"),
+        *(make_record(n, time=now - 60 * n) for n in (2, 3)),
+        make_record(4, time=now - 7200),
+        make_record(5, time=now),
+    ]
+    data = make_stream(tmp_path, log, spec)
+    assert next_round(data) == ["r0", "r2", "r3", "r5"]
+    assert data.stream.counts["refused_stale"] == 1
+    # a time from the future that an older release kept is forgotten
+    data.stream.newest_time = now + 1e8
+    write_spool(tmp_path, [make_record(n, time=now) for n in (6, 7, 8, 9)])
+    assert next_round(data) == ["r6", "r7", "r8", "r9"]
 
 
 def test_records_that_give_no_block_are_refused(tmp_path: Path) -> None:

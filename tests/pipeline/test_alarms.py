@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.errors import UserError
-from pipeline.alarms import KEPT_EVENTS, AlarmBoard, AlarmState, Hysteresis, rules_for
+from pipeline.alarms import KEPT_EVENTS, KEPT_REFUSALS, AlarmBoard, AlarmState, Hysteresis, rules_for
 from pipeline.config import AlarmsConfig
-from pipeline.webhook import Courier, DeliveryFailed, Webhook, webhook_for
+from pipeline.webhook import Courier, DeliveryFailed, Webhook, settle, webhook_for
 
 RULE = Hysteresis(raise_at=0.10, clear_at=0.05, raise_after=2, clear_after=3)
 
@@ -99,11 +99,49 @@ def test_undelivered_events_do_not_grow_for_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"states": {"a": 1}, "undelivered": []}'])
-def test_damaged_board_is_named(tmp_path: Path, content: str) -> None:
+def test_damaged_board_is_set_aside(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "alarms.json"
     path.write_text(content)
-    with pytest.raises(UserError, match=r"alarms\.json"):
-        AlarmBoard.load(path)
+    board = AlarmBoard.load(path)
+    assert "WARNING" in capsys.readouterr().out
+    assert board.states == {} and not path.exists()
+    assert path.with_name("alarms.json.damaged").read_text() == content
+    board.observe({"a": Hysteresis(1, 0)}, {"a": 1.0}, {})
+    assert AlarmBoard.load(path).states["a"].raised
+
+
+def test_the_same_records_are_not_counted_twice_and_a_new_champion_begins_anew(tmp_path: Path) -> None:
+    rules = {"a": Hysteresis(0.1, 0.05, 2, 1)}
+    path = tmp_path / "alarms.json"
+
+    def observe(value: float | None, of: str, champion: int) -> list[str]:
+        board = AlarmBoard.load(path)
+        events = board.observe(rules, {"a": value}, {}, seen={"a": of}, champion=champion)
+        return [event["event"] for event in events]
+
+    assert observe(0.3, "60 records", 1) == []
+    assert observe(0.3, "60 records", 1) == []
+    assert observe(0.3, "61 records", 2) == []  # the first of the new champion
+    assert observe(None, "62 records", 2) == []
+    assert observe(0.3, "62 records", 2) == ["raised"]  # what was not measured is not yet seen
+    assert observe(0.0, "62 records", 2) == []
+    assert observe(0.0, "63 records", 2) == ["cleared"]
+
+
+def test_event_that_is_refused_for_good_makes_way_for_the_next(tmp_path: Path) -> None:
+    board = AlarmBoard(
+        tmp_path / "alarms.json", undelivered=[{"n": 1, "text": "one"}, {"n": 2, "text": "two"}]
+    )
+    with receiving([404]) as receiver:
+        for _ in range(KEPT_REFUSALS):
+            board = AlarmBoard.load(board.path) if board.path.exists() else board
+            assert [event["n"] for event in board.undelivered] == [1, 2]
+            settle(board, Courier(Webhook(receiver.url, 5, 1), board.undelivered))
+    assert [event["n"] for event in AlarmBoard.load(board.path).undelivered] == [2]
+    with receiving([500]) as receiver:  # what may go well later is never given up
+        for _ in range(2 * KEPT_REFUSALS):
+            settle(board, Courier(Webhook(receiver.url, 5, 1), board.undelivered))
+    assert [event["n"] for event in AlarmBoard.load(board.path).undelivered] == [2]
 
 
 def test_rules_come_from_the_configuration() -> None:

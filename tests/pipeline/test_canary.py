@@ -159,6 +159,7 @@ def test_a_drafter_as_good_as_promised_passes(scene: Scene, bundle: TargetBundle
 def test_damaged_drafts_are_noticed(scene: Scene, bundle: TargetBundle, clock: Clock) -> None:
     records = [with_drafts(r, [62, 62, 62]) for r in serve(scene, takes_over=0)]
     verdict = watch(Log(records), "v1", scene.first, bundle, config())
+    assert not verdict.stopped
     assert not verdict.passed
     assert verdict.live is not None and verdict.baseline is not None
     assert verdict.live < 0.9 * verdict.baseline
@@ -203,4 +204,5 @@ def test_being_told_to_stop_ends_the_watch(scene: Scene, bundle: TargetBundle, c
     verdict = watch(Log(records[:2]), "v1", scene.second, bundle, config(), should_stop=lambda: True)
     # SIGTERM must not make a champion of what the canary has not judged
     assert not verdict.passed and "2 of 4" in verdict.reason and "unproven" in verdict.reason
+    assert verdict.stopped
     assert clock.now < 10

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import DriftConfig, RetrainConfig
+from pipeline.config import AlarmsConfig, DriftConfig, RetrainConfig
 from pipeline.drift import (
     CHANCE,
     Observation,
     PopulationShift,
     TauDrift,
+    alarm_values,
     chi_square_quantile,
     decide,
     population_shift,
@@ -89,6 +90,21 @@ def test_lower_bound_of_the_drop_against_a_bootstrap_by_loops() -> None:
     assert found.drop_low < found.drop
 
 
+def test_turns_of_one_conversation_are_no_independent_evidence() -> None:
+    generator = np.random.default_rng(1)
+    rows = [Replayed("math", int(c), 10) for c in generator.integers(20, 40, size=12)]
+    once = tau_drift(rows, BASELINE, confidence=0.9)
+    keys = [f"c{n}" for n in range(12)]
+    repeated = tau_drift(rows * 6, BASELINE, confidence=0.9, conversations=keys * 6)
+    naive = tau_drift(rows * 6, BASELINE, confidence=0.9)
+    assert once is not None and repeated is not None and naive is not None
+    assert (repeated.documents, repeated.conversations) == (72, 12)
+    assert (repeated.drop, repeated.drop_low, repeated.drop_high) == pytest.approx(
+        (once.drop, once.drop_low, once.drop_high)
+    )
+    assert naive.drop_high - naive.drop_low < 0.6 * (once.drop_high - once.drop_low)
+
+
 def test_domains_without_baseline_and_documents_without_rounds_count_for_nothing() -> None:
     known = documents(math=(60, 24))
     strange = [Replayed("law", 100, 100), Replayed("math", 0, 0)]
@@ -158,7 +174,13 @@ def test_chi_square_quantile_against_tables(freedom: int, expected: float) -> No
 
 
 CONFIG = RetrainConfig(enough_records=100, drift=DriftConfig(max_tau_drop=0.05, max_population_shift=0.2))
-DROP = TauDrift(40, 2.0, 2.5, 0.2, 0.1)
+
+
+def drop(by: float, low: float, high: float = 0.9) -> TauDrift:
+    return TauDrift(40, 30, 2.5 * (1 - by), 2.5, by, low, high)
+
+
+DROP = drop(0.2, 0.1)
 SHIFT = PopulationShift(0.5, 0.1, 60, {"a": (0.9, 0.5), "b": (0.1, 0.5)})
 
 
@@ -171,8 +193,8 @@ SHIFT = PopulationShift(0.5, 0.1, 60, {"a": (0.9, 0.5), "b": (0.1, 0.5)})
         (Observation(50), False, "nothing drifts"),
         (Observation(100), True, "100 new training records"),
         (Observation(50, tau=DROP), True, "drop +20.0%"),
-        (Observation(50, tau=TauDrift(40, 2.0, 2.5, 0.2, -0.01)), False, "nothing drifts"),
-        (Observation(50, tau=TauDrift(40, 2.4, 2.5, 0.04, 0.03)), False, "nothing drifts"),
+        (Observation(50, tau=drop(0.2, -0.01)), False, "nothing drifts"),
+        (Observation(50, tau=drop(0.04, 0.03)), False, "nothing drifts"),
         (Observation(50, shift=SHIFT), True, "most moved: a 90% → 50%"),
         (Observation(50, shift=PopulationShift(0.5, 0.6, 6, SHIFT.shares)), False, "nothing drifts"),
         (Observation(50, shift=PopulationShift(0.15, 0.1, 600, SHIFT.shares)), False, "nothing drifts"),
@@ -183,6 +205,33 @@ def test_decision_names_its_reason(seen: Observation, train: bool, word: str) ->
     assert decision.train is train
     assert word in decision.reason
     assert [check.name for check in decision.checks] == ["volume", "acceptance", "population"]
+
+
+@pytest.mark.parametrize(
+    ("tau", "value"),
+    [
+        (None, None),
+        (drop(0.2, 0.1), 0.2),
+        (drop(0.2, -0.01), None),  # it may be chance, but it is no recovery
+        (drop(0.07, -0.01), 0.07),  # between the thresholds: neither
+        (drop(0.02, -0.01, 0.06), 0.02),
+        (drop(0.02, -0.2, 0.24), None),  # so uncertain that the alarm may still be right
+        (drop(-0.3, -0.4, -0.2), -0.3),
+    ],
+)
+def test_uncertain_drop_tells_alarms_nothing(tau: TauDrift | None, value: float | None) -> None:
+    assert alarm_values(AlarmsConfig(), Observation(9, tau=tau))["tau_drop"] == value
+
+
+@pytest.mark.parametrize(
+    ("index", "chance", "value"),
+    [(0.5, 0.1, 0.5), (0.5, 0.6, None), (0.2, 0.6, 0.2), (0.05, 0.1, 0.05), (0.05, 0.6, None)],
+)
+def test_shift_that_chance_explains_tells_alarms_nothing(
+    index: float, chance: float, value: float | None
+) -> None:
+    seen = Observation(9, shift=PopulationShift(index, chance, 60, SHIFT.shares))
+    assert alarm_values(AlarmsConfig(), seen)["population_shift"] == value
 
 
 def test_new_records_alone_are_reason_enough_by_default() -> None:

@@ -218,8 +218,13 @@ def test_accepted_drafter_waits_where_a_person_promotes(scene: Scene) -> None:
     (outcome,) = publisher.state.outcomes
     assert outcome.outcome == "waiting" and "registry promote" in outcome.reason
     assert scene.champion() == 1 and scene.serving() == [FIRST, FIRST]
-    waiting = scene.registry.challenger()
+    waiting = scene.registry.candidate()
     assert waiting is not None and waiting.version == 2 and waiting.tags["gate_outcome"] == "accepted"
+    publisher.deploy = True
+    settle(publisher, 1.25, round_index=1, seed=2)
+    assert scene.registry.candidate() == scene.registry.get(2)  # the next challenger takes nothing from it
+    scene.registry.promote(2, reason="by hand")
+    assert scene.registry.candidate() is None
 
 
 def test_two_runs_of_one_name_do_not_share_versions(scene: Scene, desks: Desks, tmp_path: Path) -> None:
@@ -327,6 +332,68 @@ def test_a_server_that_does_not_tell_what_it_serves_proves_nothing(scene: Scene,
     assert outcome.outcome == "swap_failed" and str(error) in outcome.reason
     assert scene.champion() == 1
     assert scene.registry.get(2).tags.get("gate_outcome") != "refused"
+
+
+@pytest.mark.parametrize("when", ["before the swap", "in the canary"])
+def test_a_stop_before_the_verdict_puts_the_round_off(scene: Scene, when: str) -> None:
+    publisher = scene.publisher()
+    if when == "before the swap":
+        publisher.should_stop = lambda: True
+    else:
+        scene.canary.verdict = CanaryVerdict(False, "told to stop after 0 of 4 records", stopped=True)
+    settle(publisher, 1.75)
+    assert publisher.published_rounds == 0
+    assert scene.serving() == [FIRST, FIRST] and scene.champion() == 1
+    assert scene.servers[0].swaps == ([] if when == "before the swap" else ["tiny-r1", FIRST])
+    state = OnlineState.load(publisher.state_path)
+    assert (state.phase, state.outcomes) == ("gate", [])
+    assert scene.registry.get(2).tags.get("gate_outcome") != "refused"
+
+    scene.canary.verdict = CanaryVerdict(True, "live is fine", 1.7, 1.5, 12)
+    publisher = scene.publisher()
+    publisher.reconcile()
+    settle(publisher, 1.75)
+    (outcome,) = publisher.state.outcomes
+    assert (outcome.outcome, outcome.version) == ("champion", 2)
+    assert len(scene.registry.list_versions()) == 2 and scene.serving() == ["tiny-r1", "tiny-r1"]
+
+
+def test_a_stop_does_not_matter_where_no_canary_watches(scene: Scene) -> None:
+    publisher = scene.publisher(servers=[])
+    publisher.should_stop = lambda: True
+    settle(publisher, 1.75)
+    assert publisher.state.outcomes[0].outcome == "champion"
+
+
+@pytest.mark.parametrize("when", ["at the gate", "in the canary"])
+def test_a_promotion_by_hand_meanwhile_stands(
+    scene: Scene, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle(scene.publisher(), 1.75)
+    settle(scene.publisher(), 2.0, round_index=1, seed=2)
+    assert scene.champion() == 3
+
+    def by_hand() -> None:
+        scene.registry.rollback("slow on code")
+
+    if when == "at the gate":
+        submit = ReleaseDesk.submit
+
+        def submit_and_move(*arguments: Any, **options: Any) -> Any:
+            found = submit(*arguments, **options)
+            by_hand()
+            return found
+
+        monkeypatch.setattr(ReleaseDesk, "submit", submit_and_move)
+    else:
+        scene.canary.on_watch = by_hand
+    publisher = scene.publisher()
+    settle(publisher, 2.5, round_index=2, seed=3)
+    outcome = publisher.state.outcomes[-1]
+    assert (outcome.outcome, outcome.version) == ("superseded", 4)
+    assert "version 2 meanwhile" in outcome.reason
+    assert scene.champion() == 2 and scene.serving() == ["tiny-r1", "tiny-r1"]
+    assert scene.registry.get(4).tags.get("gate_outcome") != "refused"
 
 
 def test_whatever_breaks_before_the_verdict_the_challenger_does_not_stay(scene: Scene) -> None:

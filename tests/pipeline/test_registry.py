@@ -10,7 +10,8 @@ import pytest
 from drafters.checkpoint import FORMAT_VERSION, MANIFEST, file_sha256
 from drafters.errors import UserError
 from drafters.identity import TargetIdentity
-from pipeline.registry import CHAMPION, PREVIOUS_CHAMPION, Registry, model_name_for
+from pipeline.lineage import Lineage
+from pipeline.registry import CANDIDATE, CHAMPION, PREVIOUS_CHAMPION, Registry, model_name_for
 from pipeline.result import hash_path
 from pipeline.tracking import Tracking, open_client
 
@@ -86,6 +87,35 @@ def test_whole_life_cycle(registry: Registry, versions: list[int]) -> None:
 
     registry.promote(third, reason="fixed")
     assert "rolled_back_reason" not in registry.get(third).tags
+
+
+def test_candidate_waits_through_later_rounds(registry: Registry, versions: list[int]) -> None:
+    registry.promote(1)
+    registry.set_challenger(2)
+    registry.accept(2, "better")
+    assert registry.get(2).aliases == (CANDIDATE,) and registry.challenger() is None
+    registry.set_challenger(3)
+    registry.refuse(3, "worse")
+    assert registry.get(2).aliases == (CANDIDATE,)
+    registry.promote(2)
+    assert registry.candidate() is None and registry.get(2).aliases == (CHAMPION,)
+    registry.accept(3, "better after all")
+    registry.refuse(3, "no")
+    assert registry.candidate() is None
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"data": 1}', "{}"])
+def test_damaged_lineage_is_named(
+    registry: Registry, run_id: str, tmp_path: Path, tracking: Tracking, content: str
+) -> None:
+    registry.register(drafter_directory(tmp_path / "d", b"w"), run_id=run_id, lineage=Lineage(stage="deploy"))
+    (path,) = stored_files(tracking, "lineage.json")
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps(whole | {"moon": "full"}))  # of a later release
+    assert registry.lineage(1) == Lineage(stage="deploy")
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"lineage\.json"):
+        registry.lineage(1)
 
 
 def test_crash_within_promote_never_leaves_the_service_without_champion(

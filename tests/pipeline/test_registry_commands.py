@@ -26,11 +26,13 @@ CONFIGS: list[dict[str, Any]] = [
         "name": "nightly",
         "online": {"trigger": 128, "loss": {"alpha": 0.8}},
         "data": {"train": [{"path": "a"}]},
+        "schedule": {"store": "postgresql://me:hunter2@db/jobs"},
     },
     {
         "name": "nightly",
         "online": {"trigger": 256, "loss": {"alpha": 0.8}},
         "data": {"train": [{"path": "a"}]},
+        "schedule": {"store": "postgresql://me:hunter3@other/jobs"},
     },
 ]
 NO_POSTGRES = why_no_postgres()
@@ -153,7 +155,14 @@ def test_card_is_shown_and_kept_as_artifact_and_description(store: tuple[str, Pa
 def test_comparison_names_configuration_data_and_metrics(store: tuple[str, Path]) -> None:
     uri, _ = store
     found = json.loads(call("diff", uri, "1", "2", "--json"))
-    assert found["config"] == [{"name": "online.trigger", "first": 128, "second": 256}]
+    assert found["config"] == [
+        {"name": "online.trigger", "first": 128, "second": 256},
+        {
+            "name": "schedule.store",
+            "first": "postgresql://me:***@db/jobs",
+            "second": "postgresql://me:***@other/jobs",
+        },
+    ]
     assert found["data"] == [{"name": "c|ode", "first": 5, "second": 6}]
     assert {d["name"]: (d["first"], d["second"]) for d in found["metrics"]} == {
         "tau": (3.0, 3.1),
@@ -169,6 +178,7 @@ def test_comparison_names_configuration_data_and_metrics(store: tuple[str, Path]
     assert found["problems"] == []
     text = call("diff", uri, "1", "2")
     assert re.search(r"online\.trigger\W+128\W+256", text) and "+1.000" in text
+    assert "hunter" not in text and "me:***@other" in text
     assert "no difference" in call("diff", uri, "1", "@champion")
     old = json.loads(call("diff", uri, "1", "3", "--json"))
     assert any("version 3 has no record of its data" in problem for problem in old["problems"])
@@ -273,3 +283,21 @@ def test_configuration_of_a_run_leads_to_its_registry(run: Path) -> None:
         assert version["config_hash"] and version["data_window"] and version["stage"]
     drill = next(v for v in found["versions"] if "gate drill" in v["data_window"])
     assert drill["decision"].startswith("refused")
+
+
+def test_promotion_of_what_the_gate_refused_or_never_saw_is_warned_of(
+    tracking: Tracking, tmp_path: Path
+) -> None:
+    registry = Registry(tracking.tracking_uri, MODEL)
+    with tracking.run("r") as run:
+        for number in range(3):
+            directory = drafter_directory(tmp_path / f"d{number}", bytes([number]))
+            registry.register(directory, run_id=run.run_id)
+    registry.refuse(2, "worse on code")
+    registry.accept(3, "better")
+    for version, warning in (("1", "never judged"), ("2", "was refused: worse on code"), ("3", "")):
+        result = CliRunner().invoke(
+            app, ["registry", "promote", tracking.tracking_uri, version, "--reason", "r"]
+        )
+        assert result.exit_code == 0 and f"version {version} is champion" in result.stdout
+        assert warning in result.stderr and bool(warning) == bool(result.stderr)

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
+from collections import Counter, deque
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import pipeline.release
+from pipeline.canary import CanaryVerdict
 from pipeline.cli import app, main
 from pipeline.config import load_config
 from pipeline.gate import Verdict
+from pipeline.lineage import DataWindow, Lineage
 from pipeline.lock import trainer_lock
 from pipeline.online import OnlineState
-from pipeline.registry import CHALLENGER, Registry
+from pipeline.registry import CANDIDATE, RegisteredVersion, Registry
 from pipeline.stages.context import registry_for
+from pipeline.stages.retrain import no_reference
+from pipeline.survey import Survey
+from pipeline.swaps import drafter_version_of
 from serving_bridge.records import VerificationRecord
+from serving_bridge.server import SwapError, SwapReport
 from serving_bridge.spool import SpoolReader, SpoolWriter
 
 WORDS = ["retrain", "run-once", "tiny.yaml", "--spool", "out/spool"]
@@ -145,13 +154,25 @@ def test_refusals_and_locks_are_no_failures_for_schedulers(
     assert call("--failures-only") == 0
     assert summary()["metrics"]["exit_code"] == 4 and champion() == before
     with trainer_lock(Path("out/online")):
-        assert call() == 5
+        result = CliRunner().invoke(app, WORDS)
+        assert result.exit_code == 5 and f"process {os.getpid()} on " in result.stderr
         assert call("--failures-only") == 0
 
 
+def champion_of_traffic(verdict: Callable[[bool], None]) -> None:
+    """A round whose challenger becomes champion: its data are a sample of traffic, all of domain `code`."""
+    verdict(True)
+    add_traffic(30, first=1000)
+    assert call() == 0
+
+
 def test_drift_trains_where_the_records_alone_would_not(run: Path, verdict: Callable[[bool], None]) -> None:
+    champion_of_traffic(verdict)
     verdict(False)
-    few = ["--set", "retrain.enough_records=5000", "--set", "retrain.max_records=6000"]
+    few = [
+        "--set", "retrain.enough_records=5000", "--set", "retrain.max_records=6000",
+        "--set", "retrain.drift.min_baseline_documents=1",
+    ]  # fmt: skip
     lineage = registry().lineage(champion())
     assert lineage is not None and lineage.data is not None and lineage.baseline
     known = min(lineage.baseline)
@@ -181,7 +202,7 @@ def test_accepted_challenger_waits_where_a_person_decides(run: Path, verdict: Ca
     metrics = summary()["metrics"]
     assert metrics["round"]["outcome"] == "waiting" and champion() == before
     waiting = registry().get(metrics["round"]["version"])
-    assert CHALLENGER in waiting.aliases and waiting.tags["gate_outcome"] == "accepted"
+    assert CANDIDATE in waiting.aliases and waiting.tags["gate_outcome"] == "accepted"
     registry().promote(waiting.version, reason="by hand")
     assert champion() == waiting.version
 
@@ -221,17 +242,22 @@ class _Hook(BaseHTTPRequestHandler):
 
 
 def test_alarm_reaches_the_webhook_once_and_is_kept_while_it_is_away(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, verdict: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    champion_of_traffic(verdict)
     server: Any = HTTPServer(("127.0.0.1", 0), _Hook)
     server.got, server.status = [], 404
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("DRAFTSMITH_ALARM_WEBHOOK", f"http://127.0.0.1:{server.server_port}/")
     add_traffic(60, domain="law", first=200)
+    add_traffic(10, first=300)
     idle = ["--set", "retrain.min_records=1000"]
     try:
         assert call(*idle) == 3
         assert server.got == [] and summary()["metrics"]["alarms"]["raised"] == []
+        assert call(*idle) == 3  # nothing came, so that this is not a second value
+        assert summary()["metrics"]["alarms"]["raised"] == []
+        add_traffic(5, domain="law", first=400)
         assert call(*idle) == 3  # the second value in a row raises it
         (event,) = summary()["metrics"]["alarms"]["events"]
         assert event["alarm"] == "population_shift" and event["event"] == "raised"
@@ -270,21 +296,125 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert message.startswith("error: ") and named in message and message.count("\n") == 1
 
 
-def test_damaged_checkpoint_and_alarms_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_checkpoint_is_named_and_damaged_alarms_are_set_aside(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("out/retrain").mkdir(exist_ok=True)
     Path("out/retrain/alarms.json").write_text("{")
+    assert call("--set", "retrain.min_records=1000") == 3
+    assert Path("out/retrain/alarms.json.damaged").read_text() == "{"
     checkpoint = Path("out/online/last.ckpt")
-    whole = checkpoint.read_bytes()
-    for damaged in ("alarms.json", "last.ckpt"):
-        with pytest.raises(SystemExit) as stop:
-            main(WORDS)
-        assert stop.value.code == 2 and damaged in capsys.readouterr().err
-        Path("out/retrain/alarms.json").unlink(missing_ok=True)
-        checkpoint.write_bytes(whole[: len(whole) // 2])
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    with pytest.raises(SystemExit) as stop:
+        main(WORDS)
+    assert stop.value.code == 2 and "last.ckpt" in capsys.readouterr().err
 
 
-def test_domains_of_clients_are_text_and_not_markup(run: Path) -> None:
-    add_traffic(8, domain="[/bold] law [red]")
+def test_damaged_lineage_hides_drift_and_ends_no_retraining(
+    run: Path, verdict: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    champion_of_traffic(verdict)
+    monkeypatch.setattr(Registry, "artifact_text", lambda *_: "{")
+    verdict(False)
+    add_traffic(12)
+    assert call() == 4
+    checks = {check["name"]: check for check in summary()["metrics"]["checks"]}
+    for name in ("acceptance", "population"):
+        assert checks[name]["fires"] is None and "lineage.json" in checks[name]["finding"]
+
+
+def test_champion_of_offline_data_is_no_reference_for_a_shift(run: Path) -> None:
+    registry().promote(1)
+    add_traffic(60)
+    assert call("--set", "retrain.min_records=1000") == 3
+    check = summary()["metrics"]["checks"][2]
+    assert check["fires"] is None and "offline data" in check["finding"]
+    assert summary()["metrics"]["population"] is None
+
+
+@pytest.mark.parametrize(
+    ("recent", "problem"),
+    [
+        ({"default": 60}, "no domain in common"),
+        ({}, "no new records"),
+        ({"default": 60, "math": 1}, None),
+    ],
+)
+def test_untagged_traffic_is_no_shift(recent: dict[str, int], problem: str | None) -> None:
+    champion = RegisteredVersion(3, (), {}, None, 0)
+    lineage = Lineage(data=DataWindow("online round 1", {"math": 20, "code": 30}, 1.0, 2.0))
+    found = no_reference(champion, lineage, Survey(deque(), domains=Counter(recent)))
+    assert found is None if problem is None else problem in str(found)
+
+
+class _Server:
+    """Serves what it is told, unless it `refuses`."""
+
+    drafter_version = "of the command line"
+    refuses = ""
+
+    def resume(self) -> None:
+        """It was not paused."""
+
+    def swap(self, directory: Path) -> SwapReport:
+        new = drafter_version_of(directory)
+        if self.refuses and self.refuses != new:
+            raise SwapError("will not serve it")
+        old, self.drafter_version = self.drafter_version, new
+        return SwapReport(old, new, "d", "t", 0.1)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> _Server:
+    found = _Server()
+    monkeypatch.setattr("pipeline.fleet.connect", lambda *_: [found])
+    return found
+
+
+def test_servers_follow_the_champion_and_say_what_they_do_not_take(
+    run: Path, verdict: Callable[[bool], None], server: _Server
+) -> None:
+    name = registry().get(champion()).tags["drafter_version"]
+    assert call("--set", "retrain.min_records=1000") == 3
+    assert server.drafter_version == name
+    verdict(True)
+    add_traffic(10)
+    before = champion()
+    server.refuses = name
+    assert call() == 6
+    metrics = summary()["metrics"]
+    assert metrics["outcome"] == "swap_failed" and "will not serve it" in metrics["reason"]
+    assert champion() == before and server.drafter_version == name
+    add_traffic(10, first=100)
+    assert call("--failures-only") == 6
+
+
+def test_a_round_that_was_put_off_is_settled_before_the_next_begins(
+    run: Path, verdict: Callable[[bool], None], server: _Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict(True)
+    add_traffic(30)
+    rounds, before = settled_rounds(), champion()
+    stopped = CanaryVerdict(False, "told to stop", stopped=True)
+    monkeypatch.setattr("pipeline.online.watch", lambda *_, **__: stopped)
+    for attempt in range(2):
+        assert call() == 3
+        assert "stopped before a round was complete" in summary()["metrics"]["reason"]
+        assert (settled_rounds(), champion()) == (rounds, before)
+        checkpoint = torch.load("out/online/last.ckpt", weights_only=True)
+        assert checkpoint["StreamingDataModule"]["round_index"] == rounds + 1
+        assert server.drafter_version == registry().get(before).tags["drafter_version"]
+        add_traffic(30, first=200 + 100 * attempt)
+    monkeypatch.setattr("pipeline.online.watch", lambda *_, **__: CanaryVerdict(True, "live is fine"))
+    assert call() == 0
+    assert settled_rounds() == rounds + 1 and champion() != before
+    assert server.drafter_version == registry().get(champion()).tags["drafter_version"]
+
+
+def test_domains_of_clients_are_text_and_not_markup(run: Path, verdict: Callable[[bool], None]) -> None:
+    champion_of_traffic(verdict)
+    add_traffic(1)
+    add_traffic(40, domain="[/bold] law [red]", first=100)
     result = CliRunner().invoke(app, [*WORDS, "--set", "retrain.min_records=1000"])
     assert result.exit_code == 3
     assert "[/bold] law [red]" in " ".join(result.output.split())

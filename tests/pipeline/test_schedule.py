@@ -25,7 +25,14 @@ from pipeline.config import Config, ScheduleConfig
 from pipeline.lock import Locked
 from pipeline.schedule.job import LAST_RUN, run_process, run_scheduled
 from pipeline.schedule.rhythm import next_times, trigger_for, weekdays
-from pipeline.schedule.service import next_start, open_scheduler, schedule_directory, serve
+from pipeline.schedule.service import (
+    ScheduleBroken,
+    look_after,
+    next_start,
+    open_scheduler,
+    schedule_directory,
+    serve,
+)
 
 needs_apscheduler = pytest.mark.skipif(
     importlib.util.find_spec("apscheduler") is None, reason="APScheduler (extra `schedule`) is not installed"
@@ -98,6 +105,7 @@ def test_intervals_do_not_depend_on_when_the_scheduler_started() -> None:
         ({"cron": "61 3 * * *"}, "schedule.cron"),
         ({"cron": "30 3 1 * 1"}, "both day and weekday"),
         ({"cron": "30 3 * * 8"}, "0-7"),
+        ({"cron": "0 0 30 2 *"}, "never comes"),
         ({"cron": "0 0 * * *", "timezone": "Mars/Olympus"}, "schedule.timezone"),
         ({"cron": "0 0 * * *", "timezone": "../etc/passwd"}, "schedule.timezone"),
     ],
@@ -164,7 +172,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock("2026-01-02T02:00:00+00:00")
-    for module in ("apscheduler.schedulers.base", "apscheduler.executors.base"):
+    for module in ("apscheduler.schedulers.base", "apscheduler.executors.base", "pipeline.schedule.service"):
         monkeypatch.setattr(f"{module}.datetime", clock.stand_in())
     return clock
 
@@ -306,6 +314,86 @@ def test_start_that_falls_into_a_run_is_left_out(tmp_path: Path, clock: Clock, r
 
 
 @needs_apscheduler
+@pytest.mark.parametrize("rhythm", [{"cron": "30 3 * * *"}, {"every_minutes": 60}])
+def test_a_clock_that_was_ahead_delays_no_start(
+    tmp_path: Path, clock: Clock, command: list[str], rhythm: dict[str, Any]
+) -> None:
+    config = config_in(tmp_path / "out", jitter_s=60, **rhythm)
+    clock.set("2031-06-01T12:00:00+00:00")
+    Session(config, command).close()
+    clock.set("2026-01-02T02:00:00+00:00")
+    session = Session(config, command)
+    assert session.due < "2026-01-02T03:32"
+    # and while it runs
+    clock.set("2026-01-02T04:00:00+00:00")
+    due = session.due
+    look_after(session.scheduler, config.schedule)
+    assert session.due == due  # a start that is due is left alone
+    job = session.scheduler.get_job("retrain")
+    job.modify(next_run_time=datetime(2031, 6, 2, tzinfo=UTC))
+    look_after(session.scheduler, config.schedule)
+    assert "2026-01-02T04" < session.due < "2026-01-03T03:32"
+    session.scheduler.remove_job("retrain")
+    with pytest.raises(ScheduleBroken, match="gone from the store"):
+        look_after(session.scheduler, config.schedule)
+    session.close()
+
+
+@needs_apscheduler
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failed_write_to_the_store_ends_the_schedule_and_the_next_one_goes_on(
+    tmp_path: Path, command: list[str], runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    from apscheduler.jobstores.sqlalchemy import SQLAlchemyJobStore
+
+    monkeypatch.setattr("pipeline.schedule.service.WATCH_S", 0.05)
+    config = config_in(tmp_path / "out", every_minutes=0.005)
+    failures = []
+    update = SQLAlchemyJobStore.update_job
+
+    def fails_once(store: Any, job: Any) -> None:
+        if not failures:
+            failures.append(job.id)
+            raise OSError("disk full")
+        update(store, job)
+
+    monkeypatch.setattr(SQLAlchemyJobStore, "update_job", fails_once)
+    stop = threading.Event()
+    with pytest.raises(ScheduleBroken, match="thread has ended"):
+        serve(config, command, stop)
+    done = lines(runs)
+
+    def stop_when_it_goes_on() -> None:
+        try:
+            wait_for(lambda: lines(runs) > done + 1)
+        finally:
+            stop.set()
+
+    watcher = threading.Thread(target=stop_when_it_goes_on)
+    watcher.start()
+    serve(config, command, stop)
+    watcher.join()
+    assert failures == ["retrain"] and lines(runs) > done + 1
+
+
+@needs_apscheduler
+def test_runs_that_share_a_store_keep_apart(
+    tmp_path: Path, clock: Clock, command: list[str], runs: Path
+) -> None:
+    store = f"sqlite:///{tmp_path / 'shared.db'}"
+    other = Session(config_in(tmp_path / "other", cron="0 5 * * *", store=store), ["false"])
+    mine = Session(config_in(tmp_path / "out", cron="30 4 * * *", store=store), command)
+    assert (other.due[11:16], mine.due[11:16]) == ("05:00", "04:30")
+    clock.set("2026-01-02T05:00:00+00:00")
+    mine.scheduler.resume()
+    assert mine.next_event() == "ran"
+    assert mine.close() == [] and lines(runs) == 1
+    assert other.due[11:16] == "05:00" and other.close() == []
+
+
+@needs_apscheduler
 def test_job_store_is_private_and_a_bad_one_is_named(tmp_path: Path, command: list[str]) -> None:
     config = config_in(tmp_path / "out", every_minutes=10)
     Session(config, command).close()
@@ -330,7 +418,9 @@ def test_one_scheduler_at_a_time(tmp_path: Path, command: list[str]) -> None:
         serve(config, command, threading.Event())
 
 
-def scheduled(directory: Path, code: str, *words: str, kill_after_s: float | None = None) -> dict[str, Any]:
+def scheduled(
+    directory: Path, code: str, *words: str, kill_after_s: float | None = None, patience_s: float = 60
+) -> dict[str, Any]:
     """What is noted of a run of this Python code."""
     run_scheduled(
         [sys.executable, "-c", code, *words],
@@ -339,6 +429,7 @@ def scheduled(directory: Path, code: str, *words: str, kill_after_s: float | Non
         "nightly",
         {},
         kill_after_s,
+        patience_s,
     )
     note: dict[str, Any] = json.loads((directory / LAST_RUN).read_text())
     return note
@@ -367,14 +458,13 @@ def test_run_that_cannot_start_is_a_failure(tmp_path: Path) -> None:
     assert run_process([str(tmp_path / "absent")], str(tmp_path), None) == 127
 
 
-def test_run_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     assert scheduled(tmp_path / "schedule", "import time; time.sleep(600)", kill_after_s=0.2)["code"] == -15
-    monkeypatch.setattr("pipeline.schedule.job.PATIENCE_S", 0.2)
     ready = tmp_path / "ready"
     stubborn = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(sys.argv[1], 'w'); time.sleep(600)"
     # until the process ignores the signal, being stopped by it says nothing
     while not ready.exists():
-        note = scheduled(tmp_path / "schedule", stubborn, str(ready), kill_after_s=2)
+        note = scheduled(tmp_path / "schedule", stubborn, str(ready), kill_after_s=2, patience_s=0.2)
     assert note["code"] == -9
 
 
@@ -385,6 +475,16 @@ def test_failing_runs_raise_an_alarm_and_one_that_works_clears_it(tmp_path: Path
         scheduled(directory, code)
         seen.append(json.loads((directory / "alarms.json").read_text())["states"]["failing_runs"]["raised"])
     assert seen == [False, True, True, False]
+
+
+def test_runs_that_are_locked_out_prove_nothing_until_there_are_many(tmp_path: Path) -> None:
+    directory = tmp_path / "schedule"
+    seen = []
+    for code in (1, 5, 1, 0, 5, 5, 5, 5, 0):
+        scheduled(directory, f"raise SystemExit({code})")
+        seen.append(json.loads((directory / "alarms.json").read_text())["states"]["failing_runs"]["raised"])
+    # a locked run neither clears a streak nor adds to it; the third in a row begins to count, and the second such raises
+    assert seen == [False, False, True, False, False, False, False, True, False]
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -174,6 +174,9 @@ def test_slurm_directives_keep_runs_apart_and_warn_before_the_time_is_up() -> No
         if line.startswith("#SBATCH --")
     )
     assert directives["dependency"] == "singleton" and directives["job-name"]
+    # under scrontab the script itself would lose them
+    (line,) = (line for line in text.splitlines() if re.match(r"#\s+30 3 ", line))
+    assert line.split()[6] == "sbatch"
     assert re.fullmatch(r"B:TERM@\d+", directives["signal"])
     first_command = next(i for i, line in enumerate(text.splitlines()) if line and not line.startswith("#"))
     last_directive = max(i for i, line in enumerate(text.splitlines()) if line.startswith("#SBATCH"))

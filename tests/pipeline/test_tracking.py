@@ -59,7 +59,11 @@ def test_processes_may_initialise_a_fresh_store_at_once(tmp_path: Path) -> None:
 def test_run_logs_params_metrics_config_and_artifacts(
     tracking: Tracking, client: MlflowClient, tmp_path: Path
 ) -> None:
-    config = {"train": {"steps": 800, "domains": ["math", "code"]}, "name": "γ"}
+    config = {
+        "train": {"steps": 800, "domains": ["math", "code"]},
+        "name": "γ",
+        "stores": ["sqlite:///a.db", "pg://me:secret@db/x"],
+    }
     (tmp_path / "plots").mkdir()
     (tmp_path / "plots" / "tau.txt").write_text("1.5")
     with tracking.run("train", {"stage": "train"}) as run:
@@ -75,7 +79,9 @@ def test_run_logs_params_metrics_config_and_artifacts(
     assert logged.data.tags["non_finite.loss"] == "nan"
     assert [m.step for m in client.get_metric_history(run.run_id, "tau.math")] == [0, 3]
     copy = client.download_artifacts(run.run_id, "config.yaml", str(tmp_path))
-    assert yaml.safe_load(Path(copy).read_text()) == config
+    assert yaml.safe_load(Path(copy).read_text()) == config | {
+        "stores": ["sqlite:///a.db", "pg://me:***@db/x"]
+    }
     assert [f.path for f in client.list_artifacts(run.run_id, "plots")] == ["plots/tau.txt"]
 
 
