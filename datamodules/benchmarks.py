@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,8 @@ def load_benchmark(spec: BenchmarkSpec, limit: int | None = None) -> list[Conver
     if spec.blend:
         share = None if limit is None else -(-limit // len(spec.blend))
         parts = [load_benchmark(part, share) for part in spec.blend]
-        mixed = [c for row in zip_longest(*parts) for c in row if c is not None]
+        # as far as the shortest goes: the shares are equal
+        mixed = [conversation for row in zip(*parts, strict=False) for conversation in row]
         return _distinct(spec, mixed[:limit])
     if spec.path is not None:
         found = read_jsonl(spec.path)

@@ -106,7 +106,9 @@ class _NormalEquations:
         """ΔW [H, I], and the weighted relative error that it leaves."""
         gram_II, moment_IH = self.gram_II, self.moment_IH
         assert gram_II is not None and moment_IH is not None, "repairs need at least one batch"
-        penalty = (RIDGE * gram_II.diagonal().mean()).clamp_min(torch.finfo(gram_II.dtype).tiny)
+        # in fp64: the solution must not depend on how many threads a solver happens to get, or a resumed run would end elsewhere
+        gram_II, moment_IH = gram_II.double(), moment_IH.double()
+        penalty = (RIDGE * gram_II.diagonal().mean()).clamp_min(torch.finfo(torch.float32).tiny)
         identity_II = torch.eye(len(gram_II), dtype=gram_II.dtype, device=gram_II.device)
         change_IH = torch.linalg.solve(gram_II + penalty * identity_II, moment_IH)
         explained = (change_IH * (2 * moment_IH - gram_II @ change_IH)).sum() / moment_IH.shape[1]

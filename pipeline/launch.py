@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -112,9 +113,11 @@ def _launch(stage: Callable[..., Path], config: Config, *args: Any, **kwargs: An
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=config.trainer.devices,
-            run_id=f"draftsmith-{os.getpid()}",
+            run_id=secrets.token_hex(16),
             rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
+            # torchrun unpickles what its rendezvous holds: in a private file, not behind a port
+            rdzv_configs={"store_type": "file"},
+            rdzv_endpoint=str(Path(folder) / "rendezvous"),
             local_addr="127.0.0.1",
             max_restarts=0,
             start_method=START_METHOD,

@@ -72,9 +72,10 @@ def first_alone() -> Iterator[bool]:
 
 def decided_by_first(decide: Callable[[], Value]) -> Value:
     """What the first process finds, in all processes; for what others might see otherwise, as a file or a clock."""
-    if world_size() == 1:
-        return decide()
     import torch.distributed as dist
+
+    if world_size() == 1 or not dist.is_initialized():
+        return decide()
 
     found = [decide() if is_first() else None]
     dist.broadcast_object_list(found, src=0)

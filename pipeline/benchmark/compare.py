@@ -98,10 +98,16 @@ def compare_evaluations(a: Side, b: Side) -> dict[str, Any]:
     }
 
 
-def verdict(difference: dict[str, float] | None) -> str:
-    """What an interval says."""
+FEWEST = 10
+"""Conversations below which resampling them says nothing: of one, every resample is the same."""
+
+
+def verdict(difference: dict[str, float] | None, conversations: int) -> str:
+    """What an interval over so many conversations says."""
     if difference is None:
         return "nothing to compare"
+    if conversations < FEWEST:
+        return "too few to say"
     if difference["low"] > 0:
         return "B is better"
     if difference["high"] < 0:
@@ -147,11 +153,12 @@ def _compare_cell(name: CellName, a: Side, b: Side, how: Resampling, same_machin
         by_domain[domain] = {
             "conversations": len(chosen),
             "acceptance_length_difference": found,
-            "verdict": verdict(found),
+            "verdict": verdict(found, len(chosen)),
         }
     worse = [domain for domain, group in by_domain.items() if group["verdict"] == "A is better"]
-    summary = f"{verdict(difference)} (τ {interval_text(difference, '{:+.3f}')})"
-    if worse and verdict(difference) != "A is better":
+    overall = verdict(difference, len(pairs))
+    summary = f"{overall} (τ {interval_text(difference, '{:+.3f}')})"
+    if worse and overall != "A is better":
         summary += f", but A is better on {', '.join(worse)}"
     return {
         "benchmark": name[0],
@@ -159,7 +166,7 @@ def _compare_cell(name: CellName, a: Side, b: Side, how: Resampling, same_machin
         "concurrency": name[2],
         "conversations": len(pairs),
         "acceptance_length_difference": difference,
-        "verdict": verdict(difference),
+        "verdict": overall,
         "speed_ratio": speed,
         "by_domain": by_domain,
         "summary": summary,

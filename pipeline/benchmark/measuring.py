@@ -23,6 +23,7 @@ from pipeline.benchmark.traffic import Asker, Completer
 from pipeline.console import say
 from pipeline.hardware import resolve_dtype
 from pipeline.models import TargetFacts
+from pipeline.result import git_state
 from pipeline.stages.context import Stage
 
 
@@ -65,7 +66,7 @@ class Evaluation:
         }
 
     def made_of(self, way: Way, key: CellKey) -> dict[str, Any]:
-        """Everything that a cell's content depends on, the machine aside."""
+        """Everything that a cell's content depends on."""
         config, section = self.config, self.config.benchmark
         local = way.server is None
         return {
@@ -79,7 +80,9 @@ class Evaluation:
             if local and not way.method.plain
             else None,
             "lookahead": config.lookahead.model_dump(mode="json") if way.method.name == ASYNC else None,
-            "threads": config.threads if local else None,
+            # a speedup over a cell of another machine, or of other code, would mean nothing
+            "machine": machine(),
+            "commit": git_state()[0],
             "warmup_tokens": section.warmup_tokens,
             "longest_prompt": self.asker.longest_prompt,
         }
@@ -126,7 +129,9 @@ class Evaluation:
         if key.concurrency > len(conversations):
             say(f"{key.label}: only {len(conversations)} conversations, so no more are under way")
         progress.begin(key, len(conversations))
+        completer.prepare(key.concurrency)
         self.asker.warm_up(completer, conversations[0])
+        # again: what the warm-up counted is not the cell's
         completer.prepare(key.concurrency)
         played = self.asker.play(completer, conversations, key.concurrency, progress.advance)
         block_size = 1

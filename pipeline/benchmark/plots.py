@@ -49,10 +49,11 @@ def _domains(report: Report, drafted: Sequence[tuple[Report, Cell]]) -> Plot:
     for figures, cell in drafted:
         for domain, rate in _rates(cell):
             by_name.setdefault(name_of(report, figures), {}).setdefault(domain, []).append(rate)
-    figure, panels = new_panels(len(by_name))
+    # one empty panel where no conversation had a round
+    figure, panels = new_panels(max(1, len(by_name)))
     top = max((max(r) for rates in by_name.values() for r in rates.values()), default=0.0)
     bins = np.linspace(0, max(top, 0.05), 21).tolist()
-    for axes, (name, rates) in zip(panels, by_name.items(), strict=True):
+    for axes, (name, rates) in zip(panels, by_name.items(), strict=bool(by_name)):
         for domain, values in sorted(rates.items()):
             axes.hist(values, bins=bins, density=True, histtype="step", linewidth=1.5, label=domain)
         axes.set_title(name, fontsize=10)

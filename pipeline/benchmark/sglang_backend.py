@@ -78,12 +78,26 @@ def _examined(url: str, info: dict[str, Any], weights: str) -> RunningServer:
             "draft": info.get("speculative_draft_model_path"),
             "drafter_version": drafter.get("drafter_version"),
             "weight_version": weights,
+            "block_size": block_size,
+            "settings": {key: value for key, value in sorted(info.items()) if _shapes_serving(key)},
         },
         target_id=status.get("target_id"),
         context_length=int(context) if context else None,
         # without the kernel, this build decodes sampled requests greedily
         samples=bool(status.get("sampling_verified", True)),
     )
+
+
+SERVING_SETTINGS = {
+    "version", "dtype", "quantization", "kv_cache_dtype", "tp_size", "dp_size", "pp_size", "max_running_requests",
+    "attention_backend", "sampling_backend", "disable_radix_cache", "disable_cuda_graph", "disable_overlap_schedule",
+    "chunked_prefill_size", "mem_fraction_static", "device",
+}  # fmt: skip
+"""What a server was started with that its figures depend on, beside everything speculative."""
+
+
+def _shapes_serving(key: str) -> bool:
+    return key in SERVING_SETTINGS or key.startswith("speculative_")
 
 
 def choose_servers(servers: Sequence[RunningServer], methods: Sequence[Method] | None) -> list[RunningServer]:

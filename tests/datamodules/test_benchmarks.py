@@ -108,6 +108,13 @@ def test_a_blend_takes_equal_shares(hub: Callable[[Hub], list[Any]]) -> None:
     assert len({c.id for c in found}) == 5
 
 
+def test_a_blend_of_unequal_parts_goes_as_far_as_the_shortest(hub: Callable[[Hub], list[Any]]) -> None:
+    hub({name: [{"q": f"{name}{n}"} for n in range(count)] for name, count in (("a", 7), ("b", 3))})
+    parts = tuple(BenchmarkSpec(n, n, dataset=n, domain=f"of-{n}", prompt="{q}") for n in "ab")
+    found = load_benchmark(BenchmarkSpec("mix", "Mix", blend=parts))
+    assert [c.domain for c in found] == ["of-a", "of-b"] * 3
+
+
 def test_ids_that_repeat_are_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "twice.jsonl"
     path.write_text('{"id": "x", "turns": ["a"]}\n{"id": "x", "turns": ["b"]}\n')

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.benchmark.compare import verdict
 from pipeline.cli import main
 from tests.pipeline.tiny_run import write_prompts
 
@@ -82,6 +83,12 @@ def test_the_sign_is_b_minus_a(compared: Path, monkeypatch: pytest.MonkeyPatch) 
     assert same["verdict"] == "no difference shown"
     assert same["acceptance_length_difference"] == {"point": 0, "low": 0, "high": 0}
     assert same["speed_ratio"]["point"] == pytest.approx(1)
+
+
+def test_few_conversations_decide_nothing() -> None:
+    sure = {"point": 1.0, "low": 1.0, "high": 1.0}
+    assert verdict(sure, 1) == verdict(sure, 9) == "too few to say"
+    assert verdict(sure, 10) == "B is better"
 
 
 def test_intervals_pair_conversations(compared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
