@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import math
 import os
 import re
@@ -233,10 +234,10 @@ def legal_key(key: str) -> str:
 
 
 def _quiet_mlflow() -> None:
-    """Before MLflow's first import: no usage telemetry, progress bars or chatter unless asked for."""
+    """No usage telemetry, progress bars or chatter of MLflow unless asked for, also if it was imported before."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    logging.getLogger("mlflow").setLevel(os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING"))
 
 
 @contextmanager

@@ -115,7 +115,8 @@ def test_prune_keeps_every_depth_and_never_makes_it_worse_by_recovering(trained:
         assert removal["measured"] == list(range(step["layers"] + 1))
         assert removal["importance"][removal["removed"]] == max(removal["importance"])
         assert removal["tau_start"] == max(*removal["importance"], removal["tau_unrecovered"])
-        assert step["tau"] >= removal["tau_start"] - 1e-9
+        # validation's τ is a float32
+        assert step["tau"] >= removal["tau_start"] * (1 - 1e-6)
         plain = AutoModelForCausalLM.from_pretrained(
             trained / "out" / "prune" / f"layers-{step['layers']:03d}" / "drafter"
         )
@@ -213,7 +214,7 @@ def test_a_repair_that_does_harm_is_left_out(trained: Path, monkeypatch: pytest.
     (step,) = result(trained, "prune")["steps"]
     removal = step["removal"]
     assert removal["tau_unrecovered"] > max(removal["importance"])
-    assert removal["tau_start"] == removal["tau_unrecovered"] <= step["tau"]
+    assert removal["tau_start"] == removal["tau_unrecovered"] <= step["tau"] * (1 + 1e-6)
 
 
 def test_a_state_of_another_version_is_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
