@@ -37,6 +37,8 @@ TIMEOUT = timedelta(hours=2)
 """For one process to wait for another in a collective. A dead one is noticed at once; this is for one that is busy alone."""
 
 AFTERMATH_S = 2.0
+"""After an error a process stays for so long. If the error followed from the death of another, that one is to be noticed first;
+and the first process is to end by itself, as its run in MLflow has to be ended."""
 
 REFUSED, DEFECT = ".refused", ".defect"
 
@@ -155,19 +157,18 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 def _process(errors: Path, stage: Callable[..., Path], config: Config, args: Any, kwargs: Any) -> Path:
     """The life of one process. What went wrong is left in a file, for `_report` to find the cause among all."""
-    from lightning_modules.callbacks.termination import terminated
-
-    signal.signal(signal.SIGTERM, terminated)
+    signal.signal(signal.SIGTERM, ranks.leave)
     try:
         return stage(config, *args, **kwargs)
     except UserError as error:
         (errors / f"{ranks.rank()}{REFUSED}").write_text(str(error))
+        if not ranks.is_first():
+            time.sleep(AFTERMATH_S)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception:
         (errors / f"{ranks.rank()}{DEFECT}").write_text(traceback.format_exc())
-        # if this only followed from the death of another process, that one is to be noticed first
         time.sleep(AFTERMATH_S)
         sys.exit(1)
 

@@ -7,9 +7,11 @@ run the stage; the first alone writes files, MLflow and the terminal. Everywhere
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from drafters.errors import UserError
 
@@ -53,6 +55,13 @@ def require_connection(stage: str) -> None:
         raise UserError(
             f"{stage}: runs in one process; start it without torchrun (train, prune, distill and fit-length-head run in several)"
         )
+
+
+def leave(*_: object) -> NoReturn:
+    """Answers SIGTERM: the first process leaves by an exception, so that its run in MLflow is ended; others have none."""
+    if not is_first():
+        os._exit(128 + signal.SIGTERM)
+    sys.exit(128 + signal.SIGTERM)
 
 
 def wait_for_all() -> None:

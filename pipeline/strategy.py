@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from lightning_modules.callbacks.termination import LeaveOnSigterm
+from pipeline import ranks
 from pipeline.config import TrainerConfig
+
+
+class LeaveOnSigterm(L.Callback):
+    """Ends a process at once when it is told to.
+
+    Lightning's own handler first talks to the other processes, which may wait for each other in something else by then, and for
+    good. Checkpoints and exports are whole at any moment, so nothing has to be finished.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        signal.signal(signal.SIGTERM, ranks.leave)  # Lightning has set its own by now
 
 
 def trainer_settings(trainer: TrainerConfig, *, divisible: bool = True) -> dict[str, Any]:
